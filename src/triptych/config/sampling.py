@@ -1,0 +1,71 @@
+"""Sampling parameters: one value per request and stage, valid by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from triptych.errors import ConfigError
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one stage draws its tokens.
+
+    `temperature` 0 is greedy. `top_k` 0 keeps every token. `seed` None means a fresh random seed is chosen at
+    admission. `max_tokens` None means what the stage's context leaves. `logprobs` is the number of alternatives to
+    report for each token (0: only the chosen one; None: no logprobs at all).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+
+    def check(self, path: str) -> None:
+        """Raise ConfigError naming `path.<field>` for the first value out of its range."""
+        ranges: dict[str, tuple[float, float]] = {
+            "temperature": (0.0, 100.0),
+            "top_k": (0, 2**31),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.01, 100.0),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{value} is not between {low} and {high}", f"{path}.{name}")
+        if self.top_p == 0.0:
+            raise ConfigError("0 keeps no token; use a value in (0, 1]", f"{path}.top_p")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ConfigError(f"{self.max_tokens} is not at least 1", f"{path}.max_tokens")
+        if self.logprobs is not None and not 0 <= self.logprobs <= 20:
+            raise ConfigError(f"{self.logprobs} is not between 0 and 20", f"{path}.logprobs")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"{self.seed} does not fit 64 bits", f"{path}.seed")
+        if any(not text for text in self.stop):
+            raise ConfigError("a stop string is empty", f"{path}.stop")
+
+
+def sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
+    """Build SamplingParams from plain values. Raises ConfigError with the dotted path of what is wrong."""
+    try:
+        params = msgspec.convert(values, SamplingParams, strict=False)
+    except msgspec.ValidationError as error:
+        names = ", ".join(SamplingParams.__struct_fields__)
+        raise ConfigError(f"{error} (allowed: {names})", path) from error
+    params.check(path)
+    return params

@@ -1,0 +1,81 @@
+"""The deploy config as one frozen value. `load` reads it, `resolve` fills what depends on machine and checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+StageKind = Literal["thinker", "talker", "code2wav"]
+ConnectorKind = Literal["inproc", "shm"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class ConnectorExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Knobs of one connector.
+
+    `window` is how many handoffs of one request may be on their way before that request is parked. `inline_bytes` is
+    the largest payload that rides inside the control message. `put_timeout_s` ends a request whose consumer stalls.
+    The two chunk sizes are the cadence of Code2Wav, in codec frames.
+    """
+
+    initial_codec_chunk_frames: int = 4
+    codec_chunk_frames: int = 25
+    window: int = 64
+    inline_bytes: int = 65536
+    put_timeout_s: float = 60.0
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: ConnectorKind = "shm"
+    extra: ConnectorExtra = ConnectorExtra()
+
+
+class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One stage. Stages that name the same `process` share one OS process and are stepped in turn."""
+
+    stage_id: int
+    stage: StageKind
+    process: str
+    devices: str = "auto"  # "cpu", "cuda", "cuda:1", or "0" as users of CUDA_VISIBLE_DEVICES write it
+    num_replicas: int = 1
+    dtype: DTypeName = "auto"
+    threads: int = 1  # intra-op threads of the process on CPU; the largest of its stages counts
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 0  # 0: what the checkpoint allows
+    block_size: int = 16
+    num_kv_blocks: int = 0  # 0: from kv_cache_bytes (CPU) or gpu_memory_utilization (CUDA)
+    kv_cache_bytes: int = 268435456
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = False
+    batch_invariant: bool = True
+    frames_per_text_token: int = 12  # watchdog: frames > this x text tokens + extra_frames end the speech
+    extra_frames: int = 50
+    input_connectors: dict[str, str] = {}  # {"thinker": "shm"}: source stage -> connector name
+    default_sampling_params: dict[str, Any] = {}
+
+
+class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole deployment, resolved. What a deploy file may also say (`base_config`, `platforms`) is gone by then."""
+
+    stages: tuple[StageConfig, ...]
+    connectors: dict[str, ConnectorConfig] = {}
+    async_chunk: bool = True
+    max_queued_requests: int = 256  # beyond max_num_seqs of stage 0; more get 429
+    request_timeout_s: float = 600.0
+    stage_init_timeout_s: float = 300.0
+    heartbeat_timeout_s: float = 30.0
+    max_stage_restarts: int = 5
+    audio_id_lifetime_s: int = 3600
+
+    def stage(self, kind: StageKind) -> StageConfig | None:
+        """The stage of that kind, or None where the deployment has none."""
+        return next((stage for stage in self.stages if stage.stage == kind), None)
+
+    @property
+    def processes(self) -> dict[str, tuple[StageConfig, ...]]:
+        """Process name -> the stages that live in it, in stage order."""
+        names = dict.fromkeys(stage.process for stage in self.stages)
+        return {name: tuple(stage for stage in self.stages if stage.process == name) for name in names}

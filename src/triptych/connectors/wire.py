@@ -1,0 +1,194 @@
+"""Typed messages between the server process and the stage processes, and their msgpack encoding.
+
+Control goes over one ZeroMQ ROUTER (server) with a DEALER in each stage process; every message is one msgpack frame,
+`AudioOutput` followed by one frame of raw samples. Stage-to-stage payloads do not pass here: see `contract`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from triptych.config.sampling import SamplingParams
+from triptych.config.schema import DeployConfig, StageKind
+
+# --- server -> stage process -----------------------------------------------------------------------------------------
+
+
+class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """First message to a process: what to load. `peers` maps each process name to its inbox endpoint."""
+
+    deploy: DeployConfig
+    model: str
+    process: str
+    run_dir: str
+    peers: dict[str, str]
+    log_level: str = "info"
+
+
+class SubmitText(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A request for the Thinker. `speak` opens its edge to the Talker."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams  # `seed` is always set here
+    speak: bool
+
+
+class SubmitSpeech(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The same request for the Talker: the prompt ids of its user turns and assistant header, and the speaker."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    speaker_id: int
+    params: SamplingParams
+
+
+class SubmitCodec(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The same request for Code2Wav. `credit` is how many audio chunks it may send before the server grants more."""
+
+    request_id: str
+    credit: int
+
+
+class Grant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The client has taken `count` audio chunks: Code2Wav may send as many more."""
+
+    request_id: str
+    count: int
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Free everything of this request in every stage of the process, then answer `Freed` for each. Idempotent."""
+
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Leave the loop, release everything, exit with status 0."""
+
+
+ToStage = Configure | SubmitText | SubmitSpeech | SubmitCodec | Grant | Abort | Shutdown
+
+# --- stage process -> server -----------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A process has connected and waits for `Configure`."""
+
+    process: str
+    pid: int
+
+
+class LoadProgress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """How far a stage has loaded: `done` of `total` bytes of weights."""
+
+    stage: StageKind
+    done: int
+    total: int
+
+
+class Loaded(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Every stage of a process is loaded. `summary` is one line per stage for the log."""
+
+    process: str
+    seconds: float
+    summary: tuple[str, ...]
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
+
+
+class TextOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """New text of a request. `finish_reason` is "stop" or "length" on the last one, else None."""
+
+    request_id: str
+    seq: int
+    text: str
+    num_tokens: int  # sampled tokens that this message stands for, the stop token included
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+class SpeechOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The Talker is done with a request: how many frames, and why it ended ("stop" or "length")."""
+
+    request_id: str
+    num_frames: int
+    finish_reason: str
+
+
+class AudioOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """One chunk of audio; the samples (float32, little endian, 24 kHz mono, in [-1, 1]) are the next frame."""
+
+    request_id: str
+    seq: int
+    num_frames: int
+    final: bool
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A stage could not go on with this request alone; the stage itself is well. It has freed the request."""
+
+    request_id: str
+    stage: StageKind
+    message: str
+
+
+class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to `Abort`: this stage holds nothing of the request any more."""
+
+    request_id: str
+    stage: StageKind
+
+
+class StageStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of one stage since its start."""
+
+    stage: StageKind
+    running: int = 0
+    waiting: int = 0
+    parked: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
+    tokens: int = 0  # text tokens, or codec frames, or frames decoded
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+    preemptions: int = 0
+
+
+class Heartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Sent at least once a second by a live process."""
+
+    process: str
+    stages: tuple[StageStats, ...]
+
+
+class Fatal(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The process is about to exit with an error that is not one request's fault."""
+
+    process: str
+    message: str
+
+
+ToServer = Hello | LoadProgress | Loaded | TextOutput | SpeechOutput | AudioOutput | Failed | Freed | Heartbeat | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_stage = msgspec.msgpack.Decoder(ToStage)
+_to_server = msgspec.msgpack.Decoder(ToServer)
+
+
+def encode(message: ToStage | ToServer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_stage(frame: bytes) -> ToStage:
+    """Raises msgspec.DecodeError on anything but a message for a stage."""
+    return _to_stage.decode(frame)
+
+
+def decode_to_server(frame: bytes) -> ToServer:
+    """Raises msgspec.DecodeError on anything but a message for the server."""
+    return _to_server.decode(frame)

@@ -1,0 +1,58 @@
+"""What the server (or `Omni`) asks of the pipeline, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triptych.config.sampling import SamplingParams
+from triptych.connectors.wire import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """A request ready to run: tokenised, validated, every default filled in, both seeds set.
+
+    `talker` is None for text only. `voice` None is the model's own default. `speaks` is whether audio was asked for.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    thinker: SamplingParams
+    talker: SamplingParams | None = None
+    voice: str | None = None
+
+    @property
+    def speaks(self) -> bool:
+        return self.talker is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDelta:
+    """New text. `finish_reason` ("stop" or "length") is set on the last one of the request."""
+
+    text: str
+    num_tokens: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioDelta:
+    """New audio: float32 little-endian samples, mono, 24 kHz, in [-1, 1]."""
+
+    samples: bytes
+    num_frames: int
+    final: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """The last event. `finish_reason` is "length" when either the text or the speech hit a limit, else "stop"."""
+
+    finish_reason: str
+    prompt_tokens: int
+    text_tokens: int
+    audio_frames: int
+
+
+Event = TextDelta | AudioDelta | Done
