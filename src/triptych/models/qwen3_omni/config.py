@@ -162,8 +162,10 @@ def _omni(raw: dict[str, Any], generation: dict[str, Any]) -> OmniConfig:
 
 
 def _talker(raw: dict[str, Any]) -> TalkerConfig:
+    text = _decoder(raw["text_config"], theta=1_000_000.0, multimodal=True, norm_topk_prob=False)
     return TalkerConfig(
-        text=_decoder(raw["text_config"], theta=1_000_000.0, multimodal=True, norm_topk_prob=False),
+        # HF's Talker layers are sparse whatever these two keys say.
+        text=msgspec.structs.replace(text, decoder_sparse_step=1, mlp_only_layers=()),
         code_predictor=_decoder(raw["code_predictor_config"], theta=10_000.0, multimodal=False),
         num_code_groups=raw.get("num_code_groups", 32),
         thinker_hidden_size=raw.get("thinker_hidden_size", 2048),

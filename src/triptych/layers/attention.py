@@ -1,0 +1,123 @@
+"""Attention over a paged KV cache, and the projections around it.
+
+A step's rows are packed: first the decode rows (one per request), then the pieces of prefills. Decode rows go through
+one padded call, each prefill piece through a call of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triptych.layers.norm import rms_norm
+from triptych.layers.rotary import rotate
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPiece:
+    """Rows [start, end) of the packed batch attend to the `context` first positions of their request.
+
+    `blocks` [n] are the cache blocks that hold them; `mask` [end - start, n * block_size] is True where a row may look.
+    """
+
+    start: int
+    end: int
+    blocks: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMetadata:
+    """Where this step's keys and values go, and what each row may look at.
+
+    `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). `num_decodes` leading rows are
+    decode rows with `decode_blocks` [num_decodes * blocks_per_row] and `decode_mask` [num_decodes, 1, 1, L].
+    """
+
+    slots: Tensor
+    num_decodes: int
+    decode_blocks: Tensor
+    decode_mask: Tensor
+    pieces: tuple[PrefillPiece, ...]
+
+
+class PagedAttention:
+    """The cache of one layer, [num_blocks, block_size, 2 * kv_heads, head_dim] (keys, then values), and its reads."""
+
+    def __init__(self, cache: Tensor, kv_heads: int, metadata: PagedMetadata) -> None:
+        self.cache, self.kv_heads, self.metadata = cache, kv_heads, metadata
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [N, heads, D], k and v [N, kv_heads, D] -> [N, heads, D]."""
+        meta = self.metadata
+        rows = self.cache.view(-1, *self.cache.shape[2:])
+        rows.index_copy_(0, meta.slots, torch.cat((k, v), dim=1))
+        out = torch.zeros_like(q) if q.shape[0] > self._computed_rows() else torch.empty_like(q)
+        if meta.num_decodes:
+            out[: meta.num_decodes] = self._decode(q[: meta.num_decodes])
+        for piece in meta.pieces:
+            out[piece.start : piece.end] = self._prefill(q[piece.start : piece.end], piece)
+        return out
+
+    def _computed_rows(self) -> int:
+        return self.metadata.pieces[-1].end if self.metadata.pieces else self.metadata.num_decodes
+
+    def _decode(self, q: Tensor) -> Tensor:
+        batch, heads, dim = q.shape
+        gathered = self.cache.index_select(0, self.metadata.decode_blocks)
+        kv = gathered.view(batch, -1, 2 * self.kv_heads, dim).transpose(1, 2)
+        # The query heads of one key head stand on the query axis: no copy of keys for grouped heads.
+        grouped = q.view(batch, self.kv_heads, heads // self.kv_heads, dim)
+        out = F.scaled_dot_product_attention(
+            grouped, kv[:, : self.kv_heads], kv[:, self.kv_heads :], attn_mask=self.metadata.decode_mask
+        )
+        return out.reshape(batch, heads, dim)
+
+    def _prefill(self, q: Tensor, piece: PrefillPiece) -> Tensor:
+        gathered = self.cache.index_select(0, piece.blocks)
+        kv = gathered.view(1, -1, 2 * self.kv_heads, q.shape[-1]).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            kv[:, : self.kv_heads],
+            kv[:, self.kv_heads :],
+            attn_mask=piece.mask,
+            enable_gqa=True,
+        )
+        return out.squeeze(0).transpose(0, 1)
+
+
+class AttentionProjections(nn.Module):
+    """q, k and v as one product, RMS-normalised per head and turned; and the output product (HF `*TextAttention`)."""
+
+    def __init__(self, *, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim, self.eps = heads, kv_heads, head_dim, eps
+        self.qkv = nn.Parameter(torch.empty((heads + 2 * kv_heads) * head_dim, hidden), requires_grad=False)
+        self.out = nn.Parameter(torch.empty(hidden, heads * head_dim), requires_grad=False)
+        self.q_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.k_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
+        self.register_buffer("qk_norm", None, persistent=False)
+        self.register_buffer("qk_scaled", None, persistent=False)
+        self.qk_norm: Tensor
+        self.qk_scaled: Tensor
+
+    def prepare(self) -> None:
+        """One weight for the query and key heads together: they are normalised and turned in one go."""
+        self.qk_norm = torch.cat(
+            (self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1))
+        ).contiguous()
+        self.qk_scaled = self.qk_norm.float() * float(self.head_dim) ** 0.5
+
+    def project(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [N, hidden] -> q [N, heads, D], k and v [N, kv_heads, D]."""
+        qkv = F.linear(x, self.qkv).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
+        turning = self.heads + self.kv_heads
+        qk = rotate(rms_norm(qkv[:, :turning], self.qk_norm, self.qk_scaled, self.eps), cos, signed_sin)
+        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turning:]
+
+    def merge(self, attended: Tensor) -> Tensor:
+        """[N, heads, D] -> [N, hidden]."""
+        return F.linear(attended.reshape(attended.shape[0], -1), self.out)

@@ -1,0 +1,30 @@
+"""Dense layers, and the rule that makes their rows independent of the batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Matrix products of one to three rows take other kernels (dot products, matrix-vector) than those of four and more,
+# and sum in another order. Every batch is padded to whole tiles of this many rows, so a row's bits are the same alone
+# and in any batch; tests/engine/test_batch_invariance.py holds this on the machine at hand.
+ROW_TILE = 4
+
+
+def padded_rows(rows: int) -> int:
+    """The next multiple of ROW_TILE."""
+    return -(-rows // ROW_TILE) * ROW_TILE
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up as one product (HF `Qwen3OmniMoeMLP`)."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * intermediate, hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(hidden, intermediate), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), self.down)

@@ -1,0 +1,74 @@
+"""Mixture of experts as grouped matrix products (HF `Qwen3OmniMoe*TextSparseMoeBlock`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triptych.layers.linear import ROW_TILE, GatedMLP
+
+_LANES = 16  # elements of the widest vector register, float32
+
+
+class SparseMoE(nn.Module):
+    """A router, `num_experts` gated MLPs of which each row uses the `top_k` likeliest, and an optional shared one.
+
+    Rows are sorted by expert, each expert's group padded to whole row tiles so that a row's result does not depend on
+    how many others chose the same expert.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        intermediate: int,
+        norm_topk_prob: bool,
+        shared_intermediate: int = 0,
+    ) -> None:
+        super().__init__()
+        self.top_k, self.num_experts, self.norm_topk_prob = top_k, num_experts, norm_topk_prob
+        self.router = nn.Parameter(torch.empty(num_experts, hidden), requires_grad=False)
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, intermediate), requires_grad=False)
+        self.shared = GatedMLP(hidden, shared_intermediate) if shared_intermediate else None
+        if self.shared is not None:
+            self.shared_gate = nn.Parameter(torch.empty(1, hidden), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, hidden] -> [N, hidden]; N is a multiple of ROW_TILE."""
+        probabilities = torch.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float)
+        weights, experts = torch.topk(probabilities, self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = self._experts(x, experts, weights.to(x.dtype))
+        if self.shared is not None:
+            # Widened first: a sigmoid over one column would mix vector and scalar code, which round differently.
+            gate = F.linear(x, self.shared_gate).expand(-1, _LANES).contiguous()
+            out = out.addcmul_(gate.sigmoid_()[:, :1], self.shared(x))
+        return out
+
+    def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        pairs = experts.numel()
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        counts = torch.zeros(self.num_experts, dtype=torch.long, device=x.device)
+        counts.scatter_add_(0, flat, torch.ones_like(flat))
+        tiled = (counts + (ROW_TILE - 1)).div_(ROW_TILE, rounding_mode="floor").mul_(ROW_TILE)
+        ends = tiled.cumsum(0)
+        # Row r of the sorted pairs goes to: the start of its group plus its rank in it.
+        shift = (ends - tiled) - (counts.cumsum(0) - counts)
+        place = torch.arange(pairs, device=x.device) + shift[flat[order]]
+        token = order // self.top_k
+        # The bound holds for any routing, so shapes depend on N alone.
+        rows = pairs + min(self.num_experts, pairs) * (ROW_TILE - 1)
+        grouped = x.new_zeros(rows, x.shape[1])
+        grouped[place] = x[token]
+        offsets = ends.to(torch.int32)
+        gate, up = F.grouped_mm(grouped, self.gate_up.transpose(1, 2), offs=offsets).chunk(2, dim=-1)
+        hidden = F.silu(gate).mul_(up)
+        result = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=offsets)
+        weighted = result[place].mul_(weights.flatten()[order].unsqueeze(1))
+        return torch.zeros_like(x).index_add_(0, token, weighted)

@@ -1,0 +1,122 @@
+"""The decoder stack that Thinker and Talker share: layers over a paged cache, built from one DecoderConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from triptych.layers.attention import AttentionProjections, PagedAttention, PagedMetadata
+from triptych.layers.decoder import DecoderLayer
+from triptych.layers.linear import GatedMLP
+from triptych.layers.moe import SparseMoE
+from triptych.layers.norm import RMSNorm
+from triptych.layers.rotary import Rotary
+from triptych.models.placement import Layout, Placement
+from triptych.models.qwen3_omni.config import DecoderConfig
+
+
+def build_layer(config: DecoderConfig, index: int) -> DecoderLayer:
+    """Layer `index` of a decoder: dense, or a mixture of experts where the config says so."""
+    if config.is_sparse(index):
+        feed_forward: GatedMLP | SparseMoE = SparseMoE(
+            hidden=config.hidden_size,
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate=config.moe_intermediate_size,
+            norm_topk_prob=config.norm_topk_prob,
+            shared_intermediate=config.shared_expert_intermediate_size,
+        )
+    else:
+        feed_forward = GatedMLP(config.hidden_size, config.intermediate_size)
+    attention = AttentionProjections(
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+    )
+    return DecoderLayer(
+        attention=attention, feed_forward=feed_forward, hidden=config.hidden_size, eps=config.rms_norm_eps
+    )
+
+
+class Backbone(nn.Module):
+    """Decoder layers and the final norm. `forward` takes embeddings, so it serves ids and projected rows alike."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(build_layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary: Rotary | None = None
+
+    def prepare(self) -> None:
+        """Derive what the layers keep beside their weights; call once the weights are loaded."""
+        for layer in self._layers():
+            layer.prepare()
+        self.norm.prepare()
+        self.rotary = Rotary(
+            self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device
+        )
+
+    def _layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+    def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+        """x [N, hidden], positions [3, N] -> normalised hidden states [N, hidden]."""
+        assert self.rotary is not None, "prepare() was not called"
+        cos, signed_sin = self.rotary(positions, x.dtype)
+        for layer, cache in zip(self._layers(), caches, strict=True):
+            x = layer(x, cos, signed_sin, PagedAttention(cache, self.config.num_key_value_heads, metadata))
+        normalised: Tensor = self.norm(x)
+        return normalised
+
+
+def layer_placements(config: DecoderConfig, source: str, target: str, layout: Layout) -> Iterator[Placement]:
+    """Every tensor of `config`'s layers: HF names below `source` ("thinker.model"), ours below `target`."""
+    hidden, dim = config.hidden_size, config.head_dim
+    query, key = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    for index in range(config.num_hidden_layers):
+        theirs, ours = f"{source}.layers.{index}", f"{target}.layers.{index}"
+        for name, start, rows in (("q", 0, query), ("k", query, key), ("v", query + key, key)):
+            yield Placement(
+                f"{theirs}.self_attn.{name}_proj.weight", f"{ours}.attention.qkv", (rows, hidden), start=start
+            )
+        yield Placement(f"{theirs}.self_attn.o_proj.weight", f"{ours}.attention.out", (hidden, query))
+        for name in ("q_norm", "k_norm"):
+            yield Placement(f"{theirs}.self_attn.{name}.weight", f"{ours}.attention.{name}", (dim,))
+        yield Placement(f"{theirs}.input_layernorm.weight", f"{ours}.input_norm.weight", (hidden,))
+        yield Placement(f"{theirs}.post_attention_layernorm.weight", f"{ours}.post_norm.weight", (hidden,))
+        if config.is_sparse(index):
+            yield from _expert_placements(config, f"{theirs}.mlp", f"{ours}.feed_forward", layout)
+        else:
+            yield from _mlp_placements(hidden, config.intermediate_size, f"{theirs}.mlp", f"{ours}.feed_forward")
+    yield Placement(f"{source}.norm.weight", f"{target}.norm.weight", (hidden,))
+
+
+def _mlp_placements(hidden: int, width: int, theirs: str, ours: str) -> Iterator[Placement]:
+    yield Placement(f"{theirs}.gate_proj.weight", f"{ours}.gate_up", (width, hidden))
+    yield Placement(f"{theirs}.up_proj.weight", f"{ours}.gate_up", (width, hidden), start=width)
+    yield Placement(f"{theirs}.down_proj.weight", f"{ours}.down", (hidden, width))
+
+
+def _expert_placements(config: DecoderConfig, theirs: str, ours: str, layout: Layout) -> Iterator[Placement]:
+    hidden, width, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+    yield Placement(f"{theirs}.gate.weight", f"{ours}.router", (experts, hidden))
+    if layout == "fused":
+        yield Placement(f"{theirs}.experts.gate_up_proj", f"{ours}.gate_up", (experts, 2 * width, hidden))
+        yield Placement(f"{theirs}.experts.down_proj", f"{ours}.down", (experts, hidden, width))
+    else:
+        for expert in range(experts):
+            name = f"{theirs}.experts.{expert}"
+            yield Placement(f"{name}.gate_proj.weight", f"{ours}.gate_up", (width, hidden), index=expert)
+            yield Placement(f"{name}.up_proj.weight", f"{ours}.gate_up", (width, hidden), start=width, index=expert)
+            yield Placement(f"{name}.down_proj.weight", f"{ours}.down", (hidden, width), index=expert)
+    if config.shared_expert_intermediate_size:
+        yield from _mlp_placements(
+            hidden, config.shared_expert_intermediate_size, f"{theirs}.shared_expert", f"{ours}.shared"
+        )
+        yield Placement(f"{theirs}.shared_expert_gate.weight", f"{ours}.shared_gate", (1, hidden))

@@ -1,0 +1,52 @@
+"""The Thinker's text decoder: token ids to next-token logits (HF `Qwen3OmniMoeThinkerForConditionalGeneration`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from triptych.layers.attention import PagedMetadata
+from triptych.models.placement import Layout, Placement
+from triptych.models.qwen3_omni.backbone import Backbone, layer_placements
+from triptych.models.qwen3_omni.config import OmniConfig
+
+
+class Thinker(nn.Module):
+    """Embedding, decoder stack, head. Build it on the meta device, load it, then call `prepare`."""
+
+    prefixes = ("thinker.",)
+
+    def __init__(self, config: OmniConfig) -> None:
+        super().__init__()
+        self.config = config.thinker
+        self.embed_tokens = nn.Parameter(
+            torch.empty(self.config.vocab_size, self.config.hidden_size), requires_grad=False
+        )
+        self.backbone = Backbone(self.config)
+        self.lm_head = nn.Parameter(torch.empty(self.config.vocab_size, self.config.hidden_size), requires_grad=False)
+
+    def placements(self, layout: Layout) -> Iterator[Placement]:
+        """Every tensor of the text decoder; the encoders have their own."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        yield Placement("thinker.model.embed_tokens.weight", "embed_tokens", shape)
+        yield Placement("thinker.lm_head.weight", "lm_head", shape)
+        yield from layer_placements(self.config, "thinker.model", "backbone", layout)
+
+    def prepare(self) -> None:
+        self.backbone.prepare()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """ids [N] -> [N, hidden]."""
+        return F.embedding(token_ids, self.embed_tokens)
+
+    def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+        """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""
+        hidden: Tensor = self.backbone(x, positions, caches, metadata)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden] -> [S, vocab] in float32."""
+        return F.linear(hidden, self.lm_head).float()
