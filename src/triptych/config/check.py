@@ -1,0 +1,181 @@
+"""What a deploy config may say: names and types layer by layer, then what must hold between its parts."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from triptych.config.sampling import SamplingParams, sampling_params
+from triptych.config.schema import DeployConfig, StageConfig, StageKind
+from triptych.config.units import parse_bytes
+from triptych.errors import ConfigError
+
+PIPELINE: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
+_SOURCES: dict[StageKind, StageKind] = {"talker": "thinker", "code2wav": "talker"}
+_DEVICE = re.compile(r"auto|cpu|cuda|(cuda:)?\d+")
+_FRACTIONS = ("gpu_memory_utilization",)
+_MAY_BE_ZERO = ("stage_id", "max_model_len", "num_kv_blocks", "extra_frames", "max_stage_restarts", "inline_bytes")
+
+
+def check_shape(value: Any, kind: type[msgspec.Struct], path: str, also: Iterable[str] = ()) -> dict[str, Any]:
+    """Hold one layer (a file, a platform block, an override) to the names and types of `kind`; nothing is required.
+
+    `also` names further keys that the caller has dealt with. Returns plain values with sizes such as "64 MiB" as
+    numbers. Raises ConfigError with the dotted path of the first unknown name or wrong type.
+    """
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected a mapping of names to values, got {_typename(value)}", path or None)
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    checked: dict[str, Any] = {}
+    for key, item in value.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in fields:
+            raise ConfigError(unknown(str(key), [*fields, *also]), where)
+        checked[key] = _check_value(key, item, fields[key], where)
+    return checked
+
+
+def unknown(name: str, allowed: Iterable[str]) -> str:
+    """The sentence for a name nobody knows: the closest one that exists, and all of them."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown key {name!r}; {hint}Allowed: {', '.join(names)}"
+
+
+def _check_value(key: str, value: Any, kind: Any, path: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return check_shape(value, kind, path)
+    arguments = get_args(kind)
+    if get_origin(kind) is tuple and issubclass(arguments[0], msgspec.Struct):
+        if not isinstance(value, list):
+            raise ConfigError(f"expected a list, got {_typename(value)}", path)
+        return [check_shape(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(value)]
+    if get_origin(kind) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], msgspec.Struct):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"expected a mapping of names to values, got {_typename(value)}", path)
+        return {str(name): check_shape(item, arguments[1], f"{path}.{name}") for name, item in value.items()}
+    if get_origin(kind) is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{value!r} is not one of {', '.join(map(repr, arguments))}", path)
+        return value
+    if key == "devices" and type(value) is int:
+        return str(value)
+    if key.endswith("_bytes") and isinstance(value, str):
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError(str(error), path) from error
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error} ({value!r})", path) from error
+
+
+def _typename(value: Any) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+
+
+def check_deploy(deploy: DeployConfig) -> None:
+    """Raise ConfigError for the first thing that cannot work: a range, an order, a name without its partner."""
+    _check_numbers(deploy, "")
+    _check_pipeline(deploy.stages)
+    for name, connector in deploy.connectors.items():
+        path = f"connectors.{name}.extra"
+        _check_numbers(connector.extra, path)
+        if connector.extra.initial_codec_chunk_frames > connector.extra.codec_chunk_frames:
+            raise ConfigError(
+                f"{connector.extra.initial_codec_chunk_frames} is larger than codec_chunk_frames "
+                f"({connector.extra.codec_chunk_frames}); the first chunk is the small one",
+                f"{path}.initial_codec_chunk_frames",
+            )
+    for index, stage in enumerate(deploy.stages):
+        _check_stage(stage, f"stages[{index}]")
+        _check_inputs(stage, deploy, f"stages[{index}].input_connectors")
+
+
+def _check_numbers(value: msgspec.Struct, path: str) -> None:
+    """Every number of a config is a count, a size, a duration or a fraction: at least 1, above 0, or in (0, 1]."""
+    for field in msgspec.structs.fields(type(value)):
+        number = getattr(value, field.name)
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        where = f"{path}.{field.name}" if path else field.name
+        if field.name in _FRACTIONS:
+            if not 0 < number <= 1:
+                raise ConfigError(f"{number} is not a fraction in (0, 1]", where)
+        elif field.name in _MAY_BE_ZERO:
+            if number < 0:
+                raise ConfigError(f"{number} is negative", where)
+        elif not 0 < number < float("inf"):
+            raise ConfigError(f"{number} is not positive", where)
+
+
+def _check_pipeline(stages: tuple[StageConfig, ...]) -> None:
+    ids = [stage.stage_id for stage in stages]
+    if len(set(ids)) != len(ids):
+        raise ConfigError(f"stage_id must be unique, got {ids}", "stages")
+    kinds = tuple(stage.stage for stage in stages)
+    if kinds not in (PIPELINE, PIPELINE[:1]):
+        raise ConfigError(
+            f"{', '.join(kinds) or 'no stage'}: in the order of stage_id the stages must be thinker, talker, code2wav, "
+            "or thinker alone (text only)",
+            "stages",
+        )
+
+
+def _check_stage(stage: StageConfig, path: str) -> None:
+    _check_numbers(stage, path)
+    if not stage.process:
+        raise ConfigError("the name of a process is empty", f"{path}.process")
+    if stage.num_replicas != 1:
+        raise ConfigError(
+            f"{stage.num_replicas}: replicas of a stage are not in this version; write 1", f"{path}.num_replicas"
+        )
+    if not stage.enforce_eager:
+        raise ConfigError(
+            "graph capture is not in this version; write true, or leave the key out", f"{path}.enforce_eager"
+        )
+    if stage.enable_prefix_caching and stage.stage != "thinker":
+        raise ConfigError(
+            f"{stage.stage} has no prefix cache (its rows belong to one request); write false, or leave the key out",
+            f"{path}.enable_prefix_caching",
+        )
+    if _DEVICE.fullmatch(stage.devices) is None:
+        several = " (one device a stage: replicas are not in this version)" if "," in stage.devices else ""
+        raise ConfigError(
+            f"{stage.devices!r} is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'{several}", f"{path}.devices"
+        )
+    where = f"{path}.default_sampling_params"
+    if stage.stage == "code2wav":
+        if stage.default_sampling_params:
+            raise ConfigError("code2wav samples nothing; remove the key", where)
+        return
+    for name in stage.default_sampling_params:
+        if name not in SamplingParams.__struct_fields__:
+            raise ConfigError(unknown(name, SamplingParams.__struct_fields__), f"{where}.{name}")
+    sampling_params(stage.default_sampling_params, where)
+
+
+def _check_inputs(stage: StageConfig, deploy: DeployConfig, path: str) -> None:
+    source_kind = _SOURCES.get(stage.stage)
+    wanted = {source_kind} if source_kind else set()
+    if set(stage.input_connectors) != wanted:
+        needs = f"exactly one input, from {source_kind!r}" if source_kind else "no input"
+        raise ConfigError(f"{stage.stage} takes {needs}; got {dict(stage.input_connectors)}", path)
+    for source, name in stage.input_connectors.items():
+        connector = deploy.connectors.get(name)
+        if connector is None:
+            known = ", ".join(map(repr, deploy.connectors)) or "none"
+            raise ConfigError(f"no connector is named {name!r}; connectors: {known}", f"{path}.{source}")
+        peer = next(other for other in deploy.stages if other.stage == source)
+        if connector.kind == "inproc" and peer.process != stage.process:
+            raise ConfigError(
+                f"connector {name!r} is inproc, but {source} runs in process {peer.process!r} and {stage.stage} in "
+                f"{stage.process!r}; use kind: shm, or give both stages the same process",
+                f"{path}.{source}",
+            )

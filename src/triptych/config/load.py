@@ -1,0 +1,199 @@
+"""From a deploy file, a platform, flags and overrides to one checked `DeployConfig`.
+
+Precedence, lowest first: schema default, base file, file, the file's block for the platform, CLI flag, stage override.
+A base is read like any file (its own base, then itself, then its own platform block) before the file goes on top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from triptych.config.check import check_deploy, check_shape, unknown
+from triptych.config.platform import Platform
+from triptych.config.schema import DeployConfig, StageConfig
+from triptych.errors import ConfigError
+
+PLATFORMS = ("cuda", "rocm", "xpu", "cpu")  # names a deploy file may use; this version runs on cpu and cuda
+PROFILE_DIR = Path(__file__).resolve().parent.parent / "deploy"
+_FILE_KEYS = ("base_config", "platforms")
+
+
+def profiles() -> tuple[str, ...]:
+    """Names of the deploy files that come with Triptych."""
+    return tuple(sorted(path.stem for path in PROFILE_DIR.glob("*.yaml")))
+
+
+def load_deploy(
+    path_or_profile: str | Path,
+    *,
+    platform: Platform,
+    flags: Mapping[str, Any],
+    stage_overrides: Mapping[str, Mapping[str, Any]],
+) -> DeployConfig:
+    """Read a deploy file, or a profile by its name, and put platform block, flags and overrides on top.
+
+    `flags` are top-level keys of the deploy file; None means "not given". `stage_overrides` is keyed by stage_id.
+    Devices come out as "cpu", "cuda" or "cuda:N". Raises ConfigError with the dotted path of what is wrong.
+    """
+    merged = _read(_locate(path_or_profile, Path.cwd()), platform, ())
+    given = {name: value for name, value in flags.items() if value is not None}
+    merged = _merge(merged, check_shape(given, DeployConfig, ""))
+    for stage_id, override in stage_overrides.items():
+        merged = _merge(merged, {"stages": [_override(merged, str(stage_id), override)]})
+    merged["stages"] = [
+        stage | {"devices": _device(stage.get("devices", "auto"), platform, f"stages[{index}].devices")}
+        for index, stage in enumerate(sorted(merged.get("stages", []), key=lambda stage: int(stage["stage_id"])))
+    ]
+    try:
+        deploy = msgspec.convert(merged, DeployConfig)
+    except msgspec.ValidationError as error:
+        message, _, where = str(error).partition(" - at `$")
+        raise ConfigError(message, where.strip("`.") or None) from error
+    check_deploy(deploy)
+    return deploy
+
+
+def parse_stage_overrides(text: str) -> dict[str, dict[str, Any]]:
+    """The JSON of `--stage-overrides`, e.g. `{"1": {"max_num_seqs": 8}}`. Raises ConfigError."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not JSON: {error}", "--stage-overrides") from error
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
+        raise ConfigError('expected {"<stage_id>": {"<key>": <value>}}', "--stage-overrides")
+    return value
+
+
+def _override(merged: Mapping[str, Any], stage_id: str, override: Mapping[str, Any]) -> dict[str, Any]:
+    path = f"stage_overrides.{stage_id}"
+    known = [str(stage["stage_id"]) for stage in merged.get("stages", [])]
+    if stage_id not in known:
+        raise ConfigError(f"no stage has stage_id {stage_id!r}; stage ids: {', '.join(known)}", path)
+    if "stage_id" in override:
+        raise ConfigError("an override is named by its stage_id and cannot change it", f"{path}.stage_id")
+    return check_shape(override, StageConfig, path) | {"stage_id": int(stage_id)}
+
+
+def _device(device: str, platform: Platform, path: str) -> str:
+    """The device as torch names it: "auto" is the platform's, "1" is "cuda:1"."""
+    if device == "auto":
+        return platform
+    name = f"cuda:{int(device)}" if device.isdecimal() else device
+    if platform == "cpu" and name.startswith("cuda"):
+        raise ConfigError(
+            f"{device!r} is a CUDA device, but the platform is cpu; write devices: cpu (perhaps below platforms.cpu), "
+            "or pass --platform cuda if this machine has an NVIDIA device",
+            path,
+        )
+    return name
+
+
+def _locate(path_or_profile: str | Path, folder: Path) -> Path:
+    """A profile's name, or a path (relative to `folder`) of an existing file."""
+    if str(path_or_profile) in profiles():
+        return PROFILE_DIR / f"{path_or_profile}.yaml"
+    path = folder / Path(path_or_profile).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{path_or_profile} is neither a file nor a profile; profiles: {', '.join(profiles())}")
+    return path.resolve()
+
+
+def _read(path: Path, platform: Platform, chain: tuple[Path, ...]) -> dict[str, Any]:
+    """One file with its base below it and its platform block on top."""
+    if path in chain:
+        raise ConfigError(" -> ".join(str(link) for link in (*chain, path)) + " is a circle", "base_config")
+    try:
+        raw = _parse(path)
+        merged: dict[str, Any] = {}
+        base = raw.pop("base_config", None)
+        blocks = raw.pop("platforms", {})
+        own = check_shape(raw, DeployConfig, "", also=_FILE_KEYS)
+        _check_stage_ids(own, "")
+        layers = {name: _platform_block(name, block) for name, block in _mapping(blocks, "platforms").items()}
+        if base is not None:
+            if not isinstance(base, str):
+                raise ConfigError(f"expected a path or the name of a profile, got {base!r}", "base_config")
+            located = _locate(base, path.parent)
+    except ConfigError as error:
+        raise _in_file(error, path) from error
+    if base is not None:
+        merged = _read(located, platform, (*chain, path))
+    return _merge(_merge(merged, own), layers.get(platform, {}))
+
+
+def _platform_block(name: str, block: Any) -> dict[str, Any]:
+    if name not in PLATFORMS:
+        raise ConfigError(unknown(name, PLATFORMS), f"platforms.{name}")
+    layer = check_shape(block, DeployConfig, f"platforms.{name}")
+    _check_stage_ids(layer, f"platforms.{name}.")
+    return layer
+
+
+def _check_stage_ids(layer: Mapping[str, Any], prefix: str) -> None:
+    """Stages are merged by stage_id, so each entry of a list needs its own."""
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(layer.get("stages", [])):
+        path = f"{prefix}stages[{index}].stage_id"
+        if "stage_id" not in stage:
+            raise ConfigError("missing; stages are told apart by it", path)
+        if stage["stage_id"] in seen:
+            raise ConfigError(f"{stage['stage_id']} is that of stages[{seen[stage['stage_id']]}] already", path)
+        seen[stage["stage_id"]] = index
+
+
+def _in_file(error: ConfigError, path: Path) -> ConfigError:
+    located = ConfigError(f"{error} (in {path})")
+    located.path = error.path
+    return located
+
+
+def _mapping(value: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected a mapping of names to values, got {value!r}", path)
+    return value
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` over `below`: mappings key by key, `stages` by stage_id, anything else replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        if key == "stages":
+            stages = {stage["stage_id"]: stage for stage in merged.get("stages", [])}
+            for stage in value:
+                stages[stage["stage_id"]] = _merge(stages.get(stage["stage_id"], {}), stage)
+            merged["stages"] = list(stages.values())
+        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key given twice (YAML's own rule; PyYAML lets the last one win)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ConfigError(f"{line}{error.problem or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not YAML: {error}") from error
+    return dict(_mapping({} if value is None else value, "deploy file"))

@@ -1,0 +1,84 @@
+"""Which models Triptych serves, where their files are, and which deploy profile fits a machine. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from triptych.errors import CheckpointError
+
+# Small checkpoints that Triptych makes itself on first use: the names work wherever a model is asked for.
+SYNTHETIC = ("tiny", "bench", "mini")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """A `model_type` and the profiles that serve it: on CPU, on one CUDA device, on several."""
+
+    model_type: str
+    cpu: str
+    one_device: str
+    several_devices: str
+
+    def profile(self, platform: Literal["cpu", "cuda"], num_devices: int) -> str:
+        """The deploy profile for a machine with `num_devices` CUDA devices."""
+        if platform == "cpu":
+            return self.cpu
+        return self.one_device if num_devices < 2 else self.several_devices
+
+
+FAMILIES = {
+    "qwen3_omni_moe": ModelFamily(
+        model_type="qwen3_omni_moe",
+        cpu="qwen3_omni_moe",
+        one_device="qwen3_omni_moe_1gpu",
+        several_devices="qwen3_omni_moe",
+    ),
+}
+
+
+def locate(model: str) -> Path:
+    """The checkpoint folder that `model` names: a folder, a small model's name, or a Hugging Face repository.
+
+    A small model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
+    Raises CheckpointError when there is no such thing.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if model in SYNTHETIC:
+        from triptych.models.qwen3_omni.synthetic import cached_checkpoint
+
+        return Path(cached_checkpoint(model))
+    if model.count("/") == 1 and not model.startswith((".", "/", "~")):
+        return _download(model)
+    names = ", ".join(SYNTHETIC)
+    raise CheckpointError(f"{model!r} is not a checkpoint folder, an owner/name repository, or one of {names}")
+
+
+def family(model_dir: Path) -> ModelFamily:
+    """The family of a checkpoint folder. Raises CheckpointError naming the families there are."""
+    path = model_dir / "config.json"
+    try:
+        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist: {model_dir} is not a checkpoint folder") from error
+    except (ValueError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{path} is not a model config: {error}") from error
+    if model_type not in FAMILIES:
+        raise CheckpointError(f"{path}: model_type {model_type!r} is not served; served: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def _download(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"{repository!r} is no folder here, and fetching it as a Hugging Face repository failed: {error}"
+        ) from error

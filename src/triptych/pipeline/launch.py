@@ -1,0 +1,64 @@
+"""From the name of a model to a running pipeline: the one set-up that `serve`, `generate`, `demo` and `Omni` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triptych.config.load import load_deploy
+from triptych.config.platform import Platform, detect_platform, num_cuda_devices
+from triptych.config.resolve import resolve
+from triptych.config.schema import DeployConfig, StageKind
+from triptych.models.qwen3_omni.config import OmniConfig, load_config
+from triptych.models.registry import SYNTHETIC, family, locate
+
+SYNTHETIC_PROFILE = "tiny_cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """Everything that is settled before a process starts. `name` is how clients address the model."""
+
+    name: str
+    model_dir: Path
+    config: OmniConfig
+    deploy: DeployConfig
+    profile: str  # the deploy file, or the profile that was chosen
+
+
+def plan(
+    model: str,
+    *,
+    deploy_config: str | Path | None = None,
+    platform: Platform | None = None,
+    flags: Mapping[str, Any] | None = None,
+    stage_overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    text_only: bool = False,
+) -> LaunchPlan:
+    """Find the checkpoint, choose and read the deploy config, and resolve one against the other.
+
+    Without `deploy_config` the profile follows from the model's type and the machine. Starts nothing. Raises
+    CheckpointError or ConfigError.
+    """
+    model_dir = locate(model)
+    chosen = platform or detect_platform()
+    profile = str(deploy_config or _profile(model, model_dir, chosen))
+    loaded = load_deploy(profile, platform=chosen, flags=flags or {}, stage_overrides=stage_overrides or {})
+    config = load_config(model_dir)
+    deploy = resolve(loaded, contexts=_contexts(config), dtype=config.dtype, text_only=text_only)
+    return LaunchPlan(name=model, model_dir=model_dir, config=config, deploy=deploy, profile=profile)
+
+
+def _profile(model: str, model_dir: Path, platform: Platform) -> str:
+    served = family(model_dir)
+    return SYNTHETIC_PROFILE if model in SYNTHETIC else served.profile(platform, num_cuda_devices())
+
+
+def _contexts(config: OmniConfig) -> dict[StageKind, int]:
+    contexts: dict[StageKind, int] = {"thinker": config.thinker.max_position_embeddings}
+    if config.talker is not None and config.code2wav is not None:
+        contexts["talker"] = config.talker.text.max_position_embeddings
+        contexts["code2wav"] = config.code2wav.max_position_embeddings
+    return contexts
