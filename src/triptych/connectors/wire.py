@@ -63,11 +63,17 @@ class Abort(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: str
 
 
+class PeerRestarted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Another process has died: forget what its connection holds; a new one will bind the same inbox."""
+
+    process: str
+
+
 class Shutdown(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Leave the loop, release everything, exit with status 0."""
 
 
-ToStage = Configure | SubmitText | SubmitSpeech | SubmitCodec | Grant | Abort | Shutdown
+ToStage = Configure | SubmitText | SubmitSpeech | SubmitCodec | Grant | Abort | PeerRestarted | Shutdown
 
 # --- stage process -> server -----------------------------------------------------------------------------------------
 
@@ -171,6 +177,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     process: str
     message: str
+    error: str = ""  # class name of the exception
 
 
 ToServer = Hello | LoadProgress | Loaded | TextOutput | SpeechOutput | AudioOutput | Failed | Freed | Heartbeat | Fatal
