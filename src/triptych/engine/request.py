@@ -22,13 +22,14 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
     """Scheduling state of one request.
 
     The engine lets `num_computed_tokens` catch up with `num_tokens`. Prompt rows, rows that a prior step sampled, rows
     that have not arrived from another stage yet and rows lost to preemption are the same case: rows not computed.
-    `num_tokens` is how many rows are known; `token_ids` holds their ids where prefix hashes need them.
+    `num_tokens` is how many rows are known; `token_ids` holds their ids where prefix hashes need them. The scheduler
+    writes every field from `num_sampled` on; two requests are equal only if they are the same object.
     """
 
     request_id: str
@@ -40,12 +41,21 @@ class EngineRequest:
     # Rows at or past this index are computed one a step, also when they are recomputed after a preemption, so that
     # their arithmetic never depends on timing. None: no such promise, rows may be computed together.
     single_from: int | None = None
+    # Media whose first row is the key, as a digest of what was fed: equal placeholder ids with other media never match.
+    content_keys: dict[int, bytes] = field(default_factory=dict)
+    # Tokens drawn so far. Row p draws the next one only if p == num_prompt_tokens - 1 + num_sampled, so a row that is
+    # recomputed after a preemption never draws twice.
+    num_sampled: int = 0
     block_ids: list[int] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     parked: bool = False  # downstream has no credit: not schedulable until it has
     slot: int = -1  # row in the runner's per-request buffers while running; -1 when it holds none
     num_preemptions: int = 0
+    arrival: int = -1  # place in first-come order
+    num_cached_tokens: int = 0  # prompt rows that the prefix cache held at the first admission
+    num_cached_blocks: int = 0  # leading blocks of `block_ids` whose contents are registered in the prefix cache
+    block_hashes: list[bytes] = field(default_factory=list)  # chained, one per full block of `token_ids`
 
     @property
     def num_output_tokens(self) -> int:

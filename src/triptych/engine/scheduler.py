@@ -1,0 +1,391 @@
+"""Which rows of which requests run in the next step. Integers only: no tensors, no clock, no I/O.
+
+    WAITING --admit (slot, blocks)--> RUNNING --finish, abort--> FINISHED
+       ^                                 |
+       +---- preempt (keeps its slot) ---+
+
+There are no phases: `num_computed_tokens` chases `num_tokens`. A running request whose known rows are all computed, or
+that is parked, is idle: it keeps slot and blocks and costs nothing until rows or credit arrive.
+
+The engine's turn is: `batch = schedule()`; run it; `update(batch)`; then for each row with `samples` draw a token and
+call `sampled(request)`; `extend(request, token_id)` whenever one more row is known; `finish(request, reason)`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import lcm
+from operator import attrgetter
+
+from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.engine.block_pool import BlockPool
+from triptych.engine.request import EngineRequest, FinishReason, RequestStatus
+from triptych.errors import ConfigError, ContextLengthError, RequestError
+
+_arrival = attrgetter("arrival")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one engine. Raises ConfigError when they cannot serve even one request to its end.
+
+    `num_blocks` counts the trash block. Where the token budget cuts a prefill, and where a prefix-cache hit ends, the
+    row index is a multiple of `prefill_alignment`: then the shapes in which a prompt is computed do not depend on the
+    load. 1 cuts anywhere.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    prefill_alignment: int = 1
+    enable_prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "prefill_alignment")
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{getattr(self, name)} is not at least 1", name)
+        # The other sequences may each take one row, and what is left must still move a prefill on.
+        least = self.max_num_seqs - 1 + self.prefill_alignment
+        if self.max_num_batched_tokens < least:
+            raise ConfigError(
+                f"{self.max_num_batched_tokens} is too few: max_num_seqs {self.max_num_seqs} - 1 decode rows and one "
+                f"prefill piece of {self.prefill_alignment} rows make {least}; raise max_num_batched_tokens to that or "
+                "lower max_num_seqs",
+                "max_num_batched_tokens",
+            )
+        needed = -(-self.max_model_len // self.block_size) + 1
+        if self.num_blocks < needed:
+            raise ConfigError(
+                f"{self.num_blocks} blocks of {self.block_size} rows do not hold one sequence of max_model_len "
+                f"{self.max_model_len}: that takes {needed}, one of them for padding; give the cache more memory or "
+                f"lower max_model_len to {max(0, self.num_blocks - 1) * self.block_size}",
+                "num_kv_blocks",
+            )
+
+
+class Scheduler:
+    """First come, first served over a token budget, a block pool and `max_num_seqs` slots.
+
+    Rows are given out in this order: one row to each running request that needs one, prefill pieces of running
+    requests, preempted requests, new requests. A request that lacks rows or is parked is passed over; one that lacks
+    budget, blocks or a slot is waited for, so nobody is overtaken.
+
+    Without a free block, the newest running request loses its blocks to the one being scheduled; an older one does only
+    while it is idle. It is computed again, from its first row, once all its known rows fit; until then nobody new is
+    admitted.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.num_preemptions = 0
+        self._requests: dict[str, EngineRequest] = {}
+        self._running: list[EngineRequest] = []  # by arrival
+        self._preempted: list[EngineRequest] = []  # by arrival; the front of the waiting line
+        self._waiting: dict[str, EngineRequest] = {}  # by arrival; never admitted so far
+        self._free_slots = list(range(config.max_num_seqs))  # a heap: the smallest is taken
+        self._num_arrivals = 0
+        self._hit_alignment = lcm(config.block_size, config.prefill_alignment)
+
+    # -- the line ---------------------------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest) -> None:
+        """Put a request at the end of the line; its first `num_tokens` rows are known.
+
+        Raises RequestError for an id that is in use or an empty prompt, ContextLengthError beyond max_model_len.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another", "request_id")
+        if request.num_prompt_tokens < 1:
+            raise RequestError(f"request {request.request_id!r} has an empty prompt")
+        longest = max(request.num_prompt_tokens, request.num_tokens)
+        if longest > self.config.max_model_len:
+            raise ContextLengthError(f"the prompt has {longest} tokens; max_model_len is {self.config.max_model_len}")
+        if request.num_tokens > request.num_prompt_tokens + request.num_sampled:
+            raise RuntimeError(f"request {request.request_id!r} has rows beyond its prompt that no token was drawn for")
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._waiting[request.request_id] = request
+
+    def extend(self, request: EngineRequest, token_id: int | None = None) -> None:
+        """One more row is known; `token_id` joins `token_ids` where prefix hashes use them.
+
+        Past the prompt a row needs a drawn token: call `sampled` first. Raises ContextLengthError at max_model_len.
+        """
+        if request.status is RequestStatus.FINISHED:
+            raise RuntimeError(f"request {request.request_id!r} has finished; it takes no more rows")
+        if request.num_tokens >= request.num_prompt_tokens + request.num_sampled:
+            raise RuntimeError(
+                f"request {request.request_id!r}: the token of row {request.num_tokens} is not drawn yet"
+            )
+        if request.num_tokens >= self.config.max_model_len:
+            raise ContextLengthError(
+                f"request {request.request_id!r} has {request.num_tokens} tokens, all that max_model_len allows"
+            )
+        request.num_tokens += 1
+        if token_id is not None:
+            request.token_ids.append(token_id)
+
+    def sampled(self, request: EngineRequest) -> None:
+        """A token was drawn from a row with `samples`; that row never draws again, even if it is computed again."""
+        if request.num_tokens < request.num_prompt_tokens + request.num_sampled:
+            raise RuntimeError(f"request {request.request_id!r} has no row left to draw a token from")
+        request.num_sampled += 1
+
+    def finish(self, request: EngineRequest, reason: FinishReason) -> None:
+        """Free blocks and slot at once. Does nothing to a request that has finished."""
+        if self._requests.get(request.request_id) is not request:
+            return
+        del self._requests[request.request_id]
+        if request.status is RequestStatus.RUNNING:
+            self._remove(self._running, request)
+        elif self._waiting.pop(request.request_id, None) is None:
+            self._remove(self._preempted, request)
+        self._release_blocks(request)
+        if request.slot >= 0:
+            heappush(self._free_slots, request.slot)
+            request.slot = -1
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def abort(self, request_id: str) -> EngineRequest | None:
+        """Finish by id, wherever the request is. None if there is none (any more)."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def park(self, request_id: str) -> None:
+        """Downstream has no credit: pass the request over. Without effect on one that has finished."""
+        if request := self._requests.get(request_id):
+            request.parked = True
+
+    def unpark(self, request_id: str) -> None:
+        """Downstream has credit again. Without effect on a request that has finished."""
+        if request := self._requests.get(request_id):
+            request.parked = False
+
+    def get(self, request_id: str) -> EngineRequest | None:
+        """The unfinished request of that id."""
+        return self._requests.get(request_id)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot and blocks; idle and parked ones count."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: not admitted yet, or preempted."""
+        return len(self._waiting) + len(self._preempted)
+
+    @property
+    def num_parked(self) -> int:
+        return sum(request.parked for request in self._requests.values())
+
+    # -- the step ---------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether `schedule` would return a batch now."""
+        # The oldest active request can always run: it may take the blocks of every other one.
+        if any(self._end(request, request.num_computed_tokens) for request in self._running):
+            return True
+        request = next(self._candidates(), None)
+        if request is None:
+            return False
+        return self._fits(request, self._hits(request), [request for request in self._running if request.parked])
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next step's rows, or None when no request can run. Gives out blocks; counts nothing as computed yet."""
+        active: list[tuple[EngineRequest, int]] = []
+        num_single = 0
+        for request in self._running:
+            end = self._end(request, request.num_computed_tokens)
+            if end:
+                active.append((request, end))
+                num_single += end == request.num_computed_tokens + 1
+
+        singles: list[ScheduledRow] = []
+        pieces: list[ScheduledRow] = []
+        preempted: list[EngineRequest] = []
+        budget = self.config.max_num_batched_tokens - num_single  # for everything but the single rows
+        admits = True
+        for request, end in active:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago, for an older one
+            start = request.num_computed_tokens
+            if end > start + 1:
+                whole, end = end, self._cut(start, end, budget)
+                budget = budget - (end - start) if end == whole else 0
+                admits &= end == whole
+                if end == start:
+                    continue
+            if not self._grow(request, end, preempted):
+                admits = False
+                continue
+            row = ScheduledRow(request, start, end - start, self._samples(request, end))
+            (singles if end == start + 1 else pieces).append(row)
+        if admits and not preempted and (self._preempted or self._waiting):
+            self._admit(budget, singles, pieces, preempted)
+        rows = (*singles, *pieces)
+        return ScheduledBatch(rows, tuple(preempted)) if rows else None
+
+    def update(self, batch: ScheduledBatch) -> None:
+        """The rows of `batch` were computed. Requests that finished meanwhile are passed over."""
+        for row in batch.rows:
+            request = row.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.num_computed_tokens != row.start:
+                raise RuntimeError(
+                    f"request {request.request_id!r}: rows from {row.start} were computed, but the next one due is "
+                    f"{request.num_computed_tokens}; call update once after each schedule"
+                )
+            request.num_computed_tokens = row.start + row.num_tokens
+            if self.config.enable_prefix_caching:
+                self.pool.cache_full_blocks(request)
+
+    # -- rules ------------------------------------------------------------------------------------------------------
+
+    def _end(self, request: EngineRequest, start: int) -> int:
+        """Where a piece from row `start` would end under no budget; 0 when the request cannot run now."""
+        end = request.num_tokens
+        if end <= start or request.parked:
+            return 0
+        if end < request.num_prompt_tokens:  # the rest of the prompt has not arrived: a cut like one of the budget
+            end -= end % self.config.prefill_alignment
+        single_from = request.single_from
+        if single_from is not None and end > single_from:
+            end = single_from if start < single_from else start + 1
+        return end if end > start else 0
+
+    def _cut(self, start: int, end: int, budget: int) -> int:
+        """The end of a piece under a budget; `start` if not even one aligned cut fits."""
+        if end - start > budget:
+            end = start + budget
+            end -= end % self.config.prefill_alignment
+        return max(start, end)
+
+    @staticmethod
+    def _samples(request: EngineRequest, end: int) -> bool:
+        return end == request.num_tokens and end == request.num_prompt_tokens + request.num_sampled
+
+    def _grow(self, request: EngineRequest, end: int, preempted: list[EngineRequest]) -> bool:
+        """Give a running request blocks up to row `end`, preempting others; False if all the rest are due first."""
+        missing = self.pool.blocks_for(end) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        while self.pool.num_free < missing:
+            victim = next((other for other in reversed(self._running) if self._yields(other, request)), None)
+            if victim is None:
+                return False
+            self._preempt(victim, preempted)
+        request.block_ids += self.pool.allocate(missing)
+        return True
+
+    def _yields(self, other: EngineRequest, request: EngineRequest) -> bool:
+        if other.arrival > request.arrival:
+            return True
+        return other is not request and not self._end(other, other.num_computed_tokens)
+
+    def _preempt(self, request: EngineRequest, preempted: list[EngineRequest]) -> None:
+        self._remove(self._running, request)
+        self._release_blocks(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        insort(self._preempted, request, key=_arrival)
+        self.num_preemptions += 1
+        preempted.append(request)
+
+    def _candidates(self) -> Iterator[EngineRequest]:
+        """Requests without blocks that could run if they got some, in the order in which they are served."""
+        for request in tuple(self._preempted):
+            if self._end(request, 0):
+                yield request
+        if self._free_slots:
+            for request in tuple(self._waiting.values()):
+                if self._end(request, 0):
+                    yield request
+
+    def _admit(
+        self,
+        budget: int,
+        singles: list[ScheduledRow],
+        pieces: list[ScheduledRow],
+        preempted: list[EngineRequest],
+    ) -> None:
+        for request in self._candidates():
+            if request.slot < 0 and not self._free_slots:
+                return
+            hits = self._hits(request)
+            if not self._fits(request, hits):
+                # Parked requests may stay so for long, and then nothing would run at all; idle ones go on soon.
+                parked = [other for other in self._running if other.parked]
+                if singles or pieces or not self._fits(request, hits, parked):
+                    return
+                while not self._fits(request, hits):
+                    self._preempt(parked.pop(), preempted)
+            start = len(hits) * self.config.block_size
+            whole = self._end(request, start)
+            end = self._cut(start, whole, budget)
+            if end == start:
+                return
+            self._start(request, hits)
+            row = ScheduledRow(request, start, end - start, self._samples(request, end))
+            (singles if end == start + 1 else pieces).append(row)
+            budget -= end - start
+            if end < whole:
+                return
+
+    def _hits(self, request: EngineRequest) -> list[int]:
+        """Cached blocks to start from: whole aligned pieces, and never the last row, which has to run to draw."""
+        if not self.config.enable_prefix_caching:
+            return []
+        self.pool.hash_blocks(request)
+        hits = self.pool.match_prefix(request.token_ids, request.block_hashes)
+        num_tokens = min(len(hits) * self.config.block_size, self._end(request, 0) - 1)
+        return hits[: (num_tokens - num_tokens % self._hit_alignment) // self.config.block_size]
+
+    def _fits(self, request: EngineRequest, hits: Sequence[int], yielding: Sequence[EngineRequest] = ()) -> bool:
+        """Whether all known rows and one more have blocks, with those that only the `yielding` requests hold."""
+        freed = self.pool.freed_by([other.block_ids for other in yielding]) if yielding else ()
+        # A hit on a block that nobody holds takes that block off the free list.
+        num_new = self._blocks_to_admit(request) - sum(
+            not self.pool.is_free(block_id) and block_id not in freed for block_id in hits
+        )
+        return num_new <= self.pool.num_free + len(freed)
+
+    def _blocks_to_admit(self, request: EngineRequest) -> int:
+        return self.pool.blocks_for(min(request.num_tokens + 1, self.config.max_model_len))
+
+    def _start(self, request: EngineRequest, hits: list[int]) -> None:
+        """WAITING -> RUNNING, with blocks for every known row, so that a prefill never waits half done."""
+        if self._waiting.pop(request.request_id, None) is None:
+            self._remove(self._preempted, request)
+        if request.slot < 0:
+            request.slot = heappop(self._free_slots)
+        self.pool.share(hits)
+        request.block_ids = hits + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(hits))
+        request.num_computed_tokens = len(hits) * self.config.block_size
+        request.num_cached_blocks = len(hits)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        insort(self._running, request, key=_arrival)
+
+    def _release_blocks(self, request: EngineRequest) -> None:
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_cached_blocks = 0
+
+    @staticmethod
+    def _remove(requests: list[EngineRequest], request: EngineRequest) -> None:
+        del requests[bisect_left(requests, request.arrival, key=_arrival)]
