@@ -18,6 +18,8 @@ from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.request import GenerationRequest
 
+ROLES = ("system", "user", "assistant")
+
 
 def prepare(
     *,
@@ -26,11 +28,11 @@ def prepare(
     deploy: DeployConfig,
     messages: Sequence[Mapping[str, Any]],
     speak: bool,
-    thinker: Mapping[str, Any],
-    talker: Mapping[str, Any],
-    voice: str | None,
-    seed: int | None,
     request_id: str,
+    thinker: Mapping[str, Any] | None = None,
+    talker: Mapping[str, Any] | None = None,
+    voice: str | None = None,
+    seed: int | None = None,
 ) -> GenerationRequest:
     """Tokenise and check a request, and fill every default.
 
@@ -39,18 +41,40 @@ def prepare(
     drawn for both. Raises RequestError naming the field, ContextLengthError when the prompt, or the prompt and an
     answer length that was asked for, exceed the Thinker's context.
     """
+    check_messages(messages)
     speaker = check_speech(config, deploy, voice) if speak else None
-    chosen_seed = secrets.randbits(63) if seed is None else seed
+    fresh = secrets.randbits(63)
     prompt = processor.encode(messages)
-    params = _params("thinker", deploy, thinker, chosen_seed)
+    params = _params("thinker", deploy, thinker or {}, seed, fresh)
     _check_vocabulary(params, config.thinker.vocab_size)
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        thinker=_fit(params, len(prompt), context_length(config, deploy), asked="max_tokens" in thinker),
-        talker=_params("talker", deploy, talker, chosen_seed) if speak else None,
+        thinker=_fit(
+            params, len(prompt), context_length(config, deploy), asked=(thinker or {}).get("max_tokens") is not None
+        ),
+        talker=_params("talker", deploy, talker or {}, seed, fresh) if speak else None,
         voice=speaker,
     )
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError with the dotted path of the first part that is not text by a system, user or assistant."""
+    if not messages:
+        raise RequestError("there is no message; give at least one", "messages")
+    for index, message in enumerate(messages):
+        path = f"messages.{index}"
+        if message.get("role") not in ROLES:
+            raise RequestError(f"role {message.get('role')!r} is not one of {', '.join(ROLES)}", f"{path}.role")
+        content = message.get("content")
+        for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f"a part of type {kind!r}: this model server takes text input only", f"{path}.content.{number}"
+                )
+        if not isinstance(content, str | list | tuple):
+            raise RequestError("content is neither a string nor a list of parts", f"{path}.content")
 
 
 def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) -> str | None:
@@ -76,14 +100,19 @@ def context_length(config: OmniConfig, deploy: DeployConfig) -> int:
     return min(stage.max_model_len, limit) if stage and stage.max_model_len else limit
 
 
-def _params(kind: StageKind, deploy: DeployConfig, overrides: Mapping[str, Any], seed: int) -> SamplingParams:
+def _params(
+    kind: StageKind, deploy: DeployConfig, overrides: Mapping[str, Any], seed: int | None, fresh: int
+) -> SamplingParams:
+    """Lowest first: a fresh seed, the deploy file's defaults, the request's seed, the overrides of this stage."""
     stage = deploy.stage(kind)
-    defaults = stage.default_sampling_params if stage else {}
+    requested = {} if seed is None else {"seed": seed}
+    values = {"seed": fresh, **(stage.default_sampling_params if stage else {}), **requested, **overrides}
+    if values["seed"] is None:
+        values["seed"] = fresh
     try:
-        params = sampling_params({**defaults, **overrides}, kind)
+        return sampling_params(values, kind)
     except ConfigError as error:
         raise RequestError(str(error), error.path) from error
-    return params if params.seed is not None else msgspec.structs.replace(params, seed=seed)
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
