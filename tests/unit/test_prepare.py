@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -102,8 +101,8 @@ def test_seed_reaches_both_stages(processor: Processor, config: OmniConfig) -> N
 def test_without_a_seed_one_fresh_seed_serves_both_stages(processor: Processor, config: OmniConfig) -> None:
     first, second = (ask(processor, config, speak=True) for _ in range(2))
     assert first.talker is not None
-    assert first.thinker.seed == first.talker.seed is not None
-    assert first.thinker.seed != second.thinker.seed
+    assert first.thinker.seed is not None
+    assert first.thinker.seed == first.talker.seed != second.thinker.seed
     assert 0 <= first.thinker.seed < 2**63
 
 
