@@ -21,10 +21,13 @@ CONTEXTS: dict[StageKind, int] = {"thinker": 65536, "talker": 65536, "code2wav":
 
 
 def load(
-    path: str | Path, platform: Platform = "cpu", flags: dict[str, Any] | None = None, **overrides: dict[str, Any]
+    path: str | Path,
+    platform: Platform = "cpu",
+    flags: dict[str, Any] | None = None,
+    stages: dict[int, dict[str, Any]] | None = None,
 ) -> DeployConfig:
-    stage_overrides = {name.removeprefix("stage"): value for name, value in overrides.items()}
-    return load_deploy(path, platform=platform, flags=flags or {}, stage_overrides=stage_overrides)
+    overrides = {str(stage_id): override for stage_id, override in (stages or {}).items()}
+    return load_deploy(path, platform=platform, flags=flags or {}, stage_overrides=overrides)
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -90,7 +93,7 @@ def test_precedence_default_base_file_platform_flag_override(tmp_path: Path) -> 
         "platforms:\n  cpu: {heartbeat_timeout_s: 3.0, stage_init_timeout_s: 3.0}\n"
         "  cuda: {heartbeat_timeout_s: 9.0}\n",
     )
-    deploy = load(path, flags={"stage_init_timeout_s": 4.0, "async_chunk": None}, stage1={"max_num_seqs": 5})
+    deploy = load(path, flags={"stage_init_timeout_s": 4.0, "async_chunk": None}, stages={1: {"max_num_seqs": 5}})
     assert deploy.max_stage_restarts == 5  # schema default
     assert deploy.max_queued_requests == 1  # base
     assert deploy.request_timeout_s == 2.0  # file over base
@@ -209,7 +212,7 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused(stage: int, override: dict[str, Any], path: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load("tiny_cpu", **{f"stage{stage}": override})
+        load("tiny_cpu", stages={stage: override})
     assert caught.value.path == path
     assert message in str(caught.value)
 
@@ -224,12 +227,12 @@ def test_inproc_is_only_for_stages_that_share_a_process(tmp_path: Path) -> None:
     path = derived(tmp_path, "connectors: {shm: {kind: inproc}}\n")
     with pytest.raises(ConfigError, match=r"stages\[1\]\.input_connectors\.thinker: .*same process"):
         load(path)
-    deploy = load(path, stage1={"process": "text"})
+    deploy = load(path, stages={1: {"process": "text"}})
     assert list(deploy.processes) == ["text"]
 
 
 def test_devices_come_out_as_torch_names_them() -> None:
-    deploy = load("tiny_cpu", "cuda", stage0={"devices": "auto"}, stage1={"devices": 1}, stage2={"devices": "cuda:3"})
+    deploy = load("tiny_cpu", "cuda", stages={0: {"devices": "auto"}, 1: {"devices": 1}, 2: {"devices": "cuda:3"}})
     assert [stage.devices for stage in deploy.stages] == ["cuda", "cuda:1", "cuda:3"]
 
 
@@ -255,8 +258,8 @@ def test_resolve_takes_context_and_dtype_from_the_checkpoint(tmp_path: Path) -> 
 
 
 def test_resolve_fills_the_sampling_defaults_one_by_one(tmp_path: Path) -> None:
-    stage1 = {"default_sampling_params": {"temperature": 0.5}}
-    params = resolve(load("tiny_cpu", stage1=stage1), contexts=CONTEXTS, dtype="float32").stages[1]
+    loaded = load("tiny_cpu", stages={1: {"default_sampling_params": {"temperature": 0.5}}})
+    params = resolve(loaded, contexts=CONTEXTS, dtype="float32").stages[1]
     assert params.default_sampling_params["temperature"] == 0.5
     assert params.default_sampling_params["top_k"] == 50
 

@@ -1,0 +1,98 @@
+"""`triptych generate`: one prompt through the pipeline, without a server."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from triptych.cli.options import (
+    DeployConfigPath,
+    LogLevel,
+    LogLevelOption,
+    Model,
+    PlatformName,
+    PlatformOption,
+    StageOverrides,
+    stoppable,
+)
+from triptych.errors import ConfigError
+
+
+def command(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    modalities: Annotated[
+        str | None, typer.Option(help="text, or text,audio. Default: audio if --out is given.")
+    ] = None,
+    voice: Annotated[str | None, typer.Option(help="A voice of the model. Default: its first one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of text.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of the text; the speech keeps its own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the speech here, as a WAV file.", dir_okay=False)] = None,
+    deploy_config: DeployConfigPath = None,
+    stage_overrides: StageOverrides = None,
+    platform: PlatformOption = None,
+    log_level: LogLevelOption = LogLevel.warning,
+) -> None:
+    """Answer one prompt: text on stdout, speech into a file, numbers on stderr."""
+    wanted = [name.strip() for name in (modalities or ("text,audio" if out else "text")).split(",")]
+    if "audio" in wanted and out is None:
+        raise ConfigError("speech needs a file to go to: give --out answer.wav, or --modalities text")
+    if out is not None and "audio" not in wanted:
+        raise ConfigError(f"--out takes speech, but --modalities is {modalities!r}; add audio, or leave --out out")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder; --out cannot be written")
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    given = {"max_tokens": max_tokens, "temperature": temperature}
+    thinker = {name: value for name, value in given.items() if value is not None}
+    with stoppable():
+        _run(model, messages, wanted, voice, seed, thinker, out, deploy_config, stage_overrides, platform, log_level)
+
+
+def _run(
+    model: str,
+    messages: list[dict[str, str]],
+    modalities: list[str],
+    voice: str | None,
+    seed: int | None,
+    thinker: dict[str, Any],
+    out: Path | None,
+    deploy_config: str | None,
+    stage_overrides: str | None,
+    platform: PlatformName | None,
+    log_level: LogLevel,
+) -> None:
+    from triptych.cli.progress import LoadDisplay
+    from triptych.config.load import parse_stage_overrides
+    from triptych.pipeline.omni import Omni
+    from triptych.server.audio import make_encoder
+
+    started = time.monotonic()
+    with LoadDisplay() as display:
+        omni = Omni(
+            model,
+            deploy_config=deploy_config,
+            platform=platform.value if platform else None,
+            stage_overrides=parse_stage_overrides(stage_overrides) if stage_overrides is not None else None,
+            text_only="audio" not in modalities,
+            log_level=log_level.value,
+            on_progress=display,
+        )
+    with omni:
+        loaded = time.monotonic()
+        [output] = omni.generate([messages], modalities=modalities, voice=voice, seed=seed, thinker=thinker)
+        took = time.monotonic() - loaded
+    if output.error is not None:
+        raise output.error
+    typer.echo(output.text)
+    summary = f"{output.text_tokens} tokens, finish_reason {output.finish_reason}"
+    if out is not None and output.audio is not None:
+        encoder = make_encoder("wav", streaming=False, sample_rate=output.sample_rate)
+        out.write_bytes(encoder.encode(output.audio) + encoder.finish())
+        summary += f", {output.audio.size / output.sample_rate:.2f} s of speech in {out}"
+    typer.echo(f"loaded in {loaded - started:.1f} s, answered in {took:.2f} s: {summary}", err=True)

@@ -1,0 +1,209 @@
+"""`triptych serve`: the model behind an OpenAI-compatible API, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from triptych.cli.options import (
+    DeployConfigPath,
+    LogLevel,
+    LogLevelOption,
+    Model,
+    PlatformOption,
+    StageOverrides,
+    make_plan,
+)
+from triptych.errors import ConfigError, TriptychError
+
+if TYPE_CHECKING:
+    from triptych.connectors.wire import LoadProgress
+    from triptych.pipeline.launch import LaunchPlan
+
+GRACE_S = 5  # how long answers under way may go on after a stop
+
+logger = logging.getLogger(__name__)
+
+
+def command(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8091,
+    omni: Annotated[
+        bool, typer.Option("--omni", help="Serve every stage. The default; accepted for compatibility.")
+    ] = False,
+    text_only: Annotated[bool, typer.Option("--text-only", help="Serve the Thinker alone: text, no speech.")] = False,
+    deploy_config: DeployConfigPath = None,
+    stage_overrides: StageOverrides = None,
+    async_chunk: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-chunk/--no-async-chunk", help="Hand text and frames on as they come, or only when complete."
+        ),
+    ] = None,
+    stage_init_timeout: Annotated[
+        float | None, typer.Option("--stage-init-timeout", "--init-timeout", help="Seconds a stage may take to load.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TRIPTYCH_API_KEY", help="Ask clients for this bearer token.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name clients use. Default: MODEL.")] = None,
+    platform: PlatformOption = None,
+    log_level: LogLevelOption = LogLevel.info,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved deploy config and stop.")] = False,
+) -> None:
+    """Serve MODEL behind an OpenAI-compatible API."""
+    from triptych import log
+    from triptych.config.resolve import to_yaml
+
+    log.configure(log_level.value)
+    if omni and text_only:
+        raise ConfigError("--omni asks for every stage, --text-only for the Thinker alone; give one of them")
+    if api_key is not None and not api_key.strip():
+        raise ConfigError("the API key is empty; leave --api-key and TRIPTYCH_API_KEY out to serve without one")
+    flags = {"async_chunk": async_chunk, "stage_init_timeout_s": stage_init_timeout}
+    plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
+    if dry_run:
+        typer.echo(to_yaml(plan.deploy), nl=False)
+        return
+    listener = bind(host, port)
+    status = asyncio.run(_serve_until_stopped(plan, listener, served_model_name or model, api_key, log_level.value))
+    raise typer.Exit(status)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a port in use is found before a model is loaded. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; try another --port"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    plan: LaunchPlan,
+    listener: socket.socket,
+    *,
+    model_name: str,
+    api_key: str | None,
+    log_level: str,
+    on_progress: Callable[[LoadProgress], None],
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests."""
+    import uvicorn
+
+    from triptych.models.qwen3_omni.processor import Processor
+    from triptych.pipeline.orchestrator import Orchestrator
+    from triptych.server.app import create_app
+
+    class Server(uvicorn.Server):
+        """uvicorn that leaves signals to its caller and says when it answers."""
+
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            self.answering = asyncio.Event()
+
+        @contextlib.contextmanager
+        def capture_signals(self):  # type: ignore[no-untyped-def]  # uvicorn's own annotation differs by version
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.answering.set()
+
+    processor = Processor(plan.model_dir)
+    orchestrator = await Orchestrator.start(
+        deploy=plan.deploy,
+        model=str(plan.model_dir),
+        config=plan.config,
+        log_level=log_level,
+        on_progress=on_progress,
+    )
+    try:
+        app = create_app(
+            orchestrator=orchestrator,
+            processor=processor,
+            config=plan.config,
+            deploy=plan.deploy,
+            model_name=model_name,
+            api_key=api_key,
+        )
+        server = Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="auto")
+        )
+        answering = asyncio.create_task(server.answering.wait())
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await asyncio.wait({answering, task}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                raise TriptychError("the HTTP server did not start; the log says why") from task.exception()
+            yield task
+        finally:
+            answering.cancel()
+            server.should_exit = True
+            await asyncio.wait({task})
+    finally:
+        await orchestrator.close()
+
+
+async def _serve_until_stopped(
+    plan: LaunchPlan, listener: socket.socket, model_name: str, api_key: str | None, log_level: str
+) -> int:
+    """Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
+    from triptych.cli.progress import LoadDisplay
+
+    started = time.monotonic()
+    received: list[signal.Signals] = []
+    this = asyncio.current_task()
+    assert this is not None
+
+    def stop(number: signal.Signals) -> None:
+        if not received:  # stopping is bounded by itself: a second signal changes nothing
+            this.cancel()
+        received.append(number)
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            with LoadDisplay() as display:
+                server = await stack.enter_async_context(
+                    serving(
+                        plan,
+                        listener,
+                        model_name=model_name,
+                        api_key=api_key,
+                        log_level=log_level,
+                        on_progress=display,
+                    )
+                )
+            typer.echo(f"ready in {time.monotonic() - started:.1f} s at {url_of(listener)}", err=True)
+            await asyncio.shield(server)
+            raise TriptychError("the HTTP server stopped by itself; the log says why")
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        logger.info("stopped by %s", received[0].name)
+        return 130 if received[0] is signal.SIGINT else 0
+    finally:
+        listener.close()

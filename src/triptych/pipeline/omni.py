@@ -1,0 +1,238 @@
+"""The pipeline as a Python object: `Omni(model).generate(prompts)`, no server in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triptych import log
+from triptych.config.platform import Platform
+from triptych.connectors.wire import LoadProgress
+from triptych.errors import RequestError, TriptychError
+from triptych.models.qwen3_omni.processor import Processor
+from triptych.pipeline.launch import plan
+from triptych.pipeline.orchestrator import Orchestrator
+from triptych.pipeline.prepare import prepare
+from triptych.pipeline.request import AudioDelta, Done, GenerationRequest, TextDelta
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message]  # a user's words, or a whole conversation
+MODALITIES = ("text", "audio")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OmniOutput:
+    """What one prompt gave. With `error` set, the rest is what had come until then.
+
+    `text` is the reply (and the transcript of `audio`); `audio` is float32 [num_samples] in [-1, 1], mono, or None when
+    it was not asked for; `finish_reason` is "stop", or "length" when text or speech hit a limit.
+    """
+
+    text: str = ""
+    audio: NDArray[np.float32] | None = None
+    sample_rate: int = 24000
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    text_tokens: int = 0
+    audio_frames: int = 0
+    error: TriptychError | None = None
+
+
+class Omni:
+    """A model, loaded and ready. Use it as a context manager, or call `close`.
+
+    `model` is a checkpoint folder, a Hugging Face repository, or "tiny", "bench", "mini". The other arguments are those
+    of `triptych serve`. Raises ConfigError, CheckpointError or StageError when the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        deploy_config: str | Path | None = None,
+        platform: Platform | None = None,
+        stage_overrides: Mapping[str, Mapping[str, Any]] | None = None,
+        text_only: bool = False,
+        log_level: str = "warning",
+        on_progress: Callable[[LoadProgress], None] | None = None,
+    ) -> None:
+        log.configure(log_level)
+        self._plan = plan(
+            model,
+            deploy_config=deploy_config,
+            platform=platform,
+            stage_overrides=stage_overrides,
+            text_only=text_only,
+        )
+        self._processor = Processor(self._plan.model_dir)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="triptych", daemon=True)
+        self._thread.start()
+        self._closed = False
+        try:
+            self._orchestrator = self._wait(
+                Orchestrator.start(
+                    deploy=self._plan.deploy,
+                    model=str(self._plan.model_dir),
+                    config=self._plan.config,
+                    log_level=log_level,
+                    on_progress=on_progress,
+                )
+            )
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[Message]],
+        *,
+        modalities: Sequence[str] = ("text",),
+        voice: str | None = None,
+        seed: int | Sequence[int] | None = None,
+        thinker: Mapping[str, Any] | None = None,
+        talker: Mapping[str, Any] | None = None,
+    ) -> list[OmniOutput]:
+        """Run all prompts at once; one output each, in their order.
+
+        A prompt is a string or a conversation (a list of messages as in the chat API). `seed` is one for all or one for
+        each; the same seed gives the same bytes, alone or among others. `thinker` and `talker` are sampling parameters
+        over the deploy config's defaults.
+
+        A prompt given as a single string raises its error. In a list, a prompt that fails does so alone: its output
+        carries `error`, and the others are unaffected. Arguments that are wrong for all raise RequestError.
+        """
+        if self._closed:
+            raise TriptychError("this Omni is closed")
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
+        unknown = [name for name in modalities if name not in MODALITIES]
+        if unknown or not modalities:
+            raise RequestError(f"modalities {list(modalities)} are not among {list(MODALITIES)}", param="modalities")
+        seeds = [seed] * len(batch) if seed is None or isinstance(seed, int) else list(seed)
+        if len(seeds) != len(batch):
+            raise RequestError(f"{len(seeds)} seeds for {len(batch)} prompts; give one, or one for each", param="seed")
+        options = {"speak": "audio" in modalities, "voice": voice, "thinker": thinker or {}, "talker": talker or {}}
+        outputs = self._wait(self._generate_all(batch, seeds, options))
+        if isinstance(prompts, str) and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
+
+    def close(self) -> None:
+        """Stop the stage processes. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._wait(self._orchestrator.close())
+        finally:
+            self._stop_loop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _generate_all(
+        self, batch: Sequence[Prompt], seeds: Sequence[int | None], options: Mapping[str, Any]
+    ) -> list[OmniOutput]:
+        room = asyncio.Semaphore(self._plan.deploy.stages[0].max_num_seqs)  # never more than the pipeline admits
+
+        async def one(prompt: Prompt, seed: int | None) -> OmniOutput:
+            async with room:
+                return await self._generate(prompt, seed, options)
+
+        return list(await asyncio.gather(*(one(prompt, seed) for prompt, seed in zip(batch, seeds, strict=True))))
+
+    async def _generate(self, prompt: Prompt, seed: int | None, options: Mapping[str, Any]) -> OmniOutput:
+        collected = _Collected(self._plan.config.sample_rate, speaks=options["speak"])
+        try:
+            request = prepare(
+                processor=self._processor,
+                config=self._plan.config,
+                deploy=self._plan.deploy,
+                messages=_messages(prompt),
+                seed=seed,
+                request_id=f"omni-{uuid.uuid4().hex}",
+                **options,
+            )
+            await collected.run(self._orchestrator, request)
+        except TriptychError as error:
+            return collected.output(error)
+        return collected.output(None)
+
+    def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _messages(prompt: Prompt) -> list[Message]:
+    """A prompt as chat messages of text. Raises RequestError on anything else."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    for index, message in enumerate(prompt):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise RequestError(f"{message!r} is not a message with a role and content", f"messages[{index}]")
+        parts = message["content"] if isinstance(message["content"], list) else []
+        if not isinstance(message["content"], str | list) or any(
+            not isinstance(part, Mapping) or part.get("type") != "text" for part in parts
+        ):
+            raise RequestError("content must be text, or a list of text parts", f"messages[{index}].content")
+    return list(prompt)
+
+
+class _Collected:
+    """The events of one request, put together."""
+
+    def __init__(self, sample_rate: int, *, speaks: bool) -> None:
+        self._sample_rate = sample_rate
+        self._speaks = speaks
+        self._text: list[str] = []
+        self._samples: list[bytes] = []
+        self._done: Done | None = None
+
+    async def run(self, orchestrator: Orchestrator, request: GenerationRequest) -> None:
+        async with contextlib.aclosing(orchestrator.submit(request)) as events:
+            async for event in events:
+                match event:
+                    case TextDelta():
+                        self._text.append(event.text)
+                    case AudioDelta():
+                        self._samples.append(event.samples)
+                    case Done():
+                        self._done = event
+
+    def output(self, error: TriptychError | None) -> OmniOutput:
+        done = self._done
+        return OmniOutput(
+            text="".join(self._text),
+            audio=np.frombuffer(b"".join(self._samples), dtype="<f4") if self._speaks else None,
+            sample_rate=self._sample_rate,
+            finish_reason=done.finish_reason if done else None,
+            prompt_tokens=done.prompt_tokens if done else 0,
+            text_tokens=done.text_tokens if done else 0,
+            audio_frames=done.audio_frames if done else 0,
+            error=error,
+        )
