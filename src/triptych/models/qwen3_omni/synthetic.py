@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -25,11 +26,12 @@ from triptych.errors import CheckpointError
 from triptych.models.placement import Layout
 from triptych.models.qwen3_omni.published import meta_model, published_name, split
 from triptych.models.qwen3_omni.synthetic_config import DIMENSIONS, Dimensions, Size, build_config
-from triptych.models.qwen3_omni.synthetic_tokenizer import build_tokenizer, readable_ids, write_tokenizer
+from triptych.models.qwen3_omni.synthetic_tokenizer import build_tokenizer, readable_ids, token_id, write_tokenizer
 
 VERSION = 1  # raise it whenever the bytes of a checkpoint change, so that cached ones are made anew
 MARKER = "triptych.json"
 _ANCHOR = 6.0  # channel 0 of the residual stream, the same at every position of a checkpoint that ends by itself
+_ANCHOR_RMS = 1.85  # of the whole stream before the final norm, measured: the norm divides the anchor by it
 
 
 def make_checkpoint(folder: Path, size: Size, seed: int = 0, shards: int = 1, layout: Layout = "per_expert") -> Path:
@@ -102,7 +104,7 @@ def _stage(folder: Path, size: Size, seed: int, shards: int, layout: Layout) -> 
 def _write(folder: Path, size: Size, seed: int, shards: int, layout: Layout) -> None:
     dimensions = DIMENSIONS[size]
     tokenizer = build_tokenizer(dimensions.vocab_size, seed)
-    raw = build_config(dimensions, tokenizer.token_to_id)
+    raw = build_config(dimensions, partial(token_id, tokenizer))
     _write_json(folder / "config.json", raw)
     _write_json(folder / "generation_config.json", _generation_config(tokenizer))
     _write_json(folder / "preprocessor_config.json", _preprocessor_config())
@@ -134,6 +136,8 @@ def _draw(name: str, shape: tuple[int, ...], dimensions: Dimensions, seed: int) 
         return 0.5 + 0.1 * noise
     if "norm" in name.split(".")[-2] or name.endswith(("ln_q.weight", "ln_post.weight")):
         return 0.1 * noise if name.endswith(".bias") else 1 + 0.1 * noise
+    if name == "code2wav.decoder.6.conv.bias":
+        return 0.001 * noise
     if len(shape) == 1:  # biases, and the frequencies and magnitudes of the vocoder's periodic activations
         return 0.1 * noise
     if "codec_embedding" in name:  # 16 of them are summed into one row
@@ -145,6 +149,8 @@ def _draw(name: str, shape: tuple[int, ...], dimensions: Dimensions, seed: int) 
     if name == "code2wav.decoder.6.conv.weight":
         # Taps that sum to zero keep the waveform free of a constant offset.
         return (noise - noise.mean(-1, keepdim=True)) * dimensions.waveform_gain
+    if name.startswith("code2wav.decoder.") and name.endswith(".conv2.conv.weight"):
+        noise = 0.3 * noise  # a residual branch: 12 of them in a row would otherwise double the variance each
     return noise / math.sqrt(_fan_in(name, shape))
 
 
@@ -168,7 +174,7 @@ def _shape_heads(name: str, head: Tensor, raw: dict[str, Any], dimensions: Dimen
     head[end] = 0.0
     if dimensions.end_logits is not None:
         head[:, 0] = 0.0
-        head[end, 0] = dimensions.end_logits[which] / _ANCHOR
+        head[end, 0] = dimensions.end_logits[which] * _ANCHOR_RMS / _ANCHOR
 
 
 def _anchor(name: str, tensor: Tensor) -> None:
@@ -181,6 +187,8 @@ def _anchor(name: str, tensor: Tensor) -> None:
         tensor[0] = 0.0
     elif "codec_embedding" in name:
         tensor[:, 0] = 0.0
+    elif name in ("thinker.model.norm.weight", "talker.model.norm.weight"):
+        tensor[0] = 1.0
     elif name.startswith(("thinker.model.layers.", "talker.model.layers.")):
         if name.endswith("down_proj"):
             tensor[:, 0] = 0.0
@@ -213,8 +221,8 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 
 def _generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return {
-        "eos_token_id": [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")],
-        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "eos_token_id": [token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")],
+        "pad_token_id": token_id(tokenizer, "<|endoftext|>"),
         "talker_max_new_tokens": 4096,
     }
 
