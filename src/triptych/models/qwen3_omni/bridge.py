@@ -7,6 +7,7 @@ that block is the sum of a text row and a codec row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def talker_prompt_token_ids(prompt_token_ids: Sequence[int], config: OmniConfig)
     if prompt_token_ids[starts[-1] + 1] != config.assistant_token_id:
         raise ValueError("the last turn of the prompt is not the assistant's")
     kept: list[int] = []
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in itertools.pairwise(starts):
         if prompt_token_ids[start + 1] == config.user_token_id:
             kept.extend(prompt_token_ids[start:end])
     kept.extend(prompt_token_ids[starts[-1] :])

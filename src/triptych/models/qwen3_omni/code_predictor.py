@@ -88,7 +88,7 @@ class CodePredictor(nn.Module):
         rotary = Rotary(self.config.head_dim, self.config.rope_theta, None, device)
         positions = torch.arange(self.residuals + 1, device=device).expand(3, -1)
         cos, sin = rotary(positions, dtype)
-        self.cos, self.sin = list(cos.split(1)), list(sin.split(1))
+        self.cos, self.sin = list(torch.split(cos, 1)), list(torch.split(sin, 1))
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

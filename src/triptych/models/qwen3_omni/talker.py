@@ -20,6 +20,9 @@ from triptych.models.qwen3_omni.code_predictor import CodePredictor, Draw
 from triptych.models.qwen3_omni.config import OmniConfig
 
 SUPPRESSED_TAIL = 1024  # the last ids of the codec vocabulary are markers: never drawn, the end marker excepted
+# How residual codes are drawn, as HF's Talker does: not request parameters, part of the model.
+RESIDUAL_TOP_K = 50
+RESIDUAL_TOP_P = 0.8
 _PROJECTION_ROWS = 4096  # ids projected at a time while the table is built
 
 
@@ -94,7 +97,7 @@ class Talker(nn.Module):
         self.backbone.prepare()
         self.code_predictor.prepare()
         with torch.inference_mode():
-            pieces = self.thinker_embedding.split(_PROJECTION_ROWS)
+            pieces = torch.split(self.thinker_embedding, _PROJECTION_ROWS)
             self.text_table = torch.cat([self.text_projection(piece) for piece in pieces])
             hidden = self.config.hidden_size
             nothing = self.codec_embedding.new_zeros(1, hidden)

@@ -1,0 +1,114 @@
+"""A scheduled batch as tensors: packed rows, their positions, and where their keys and values live."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.layers.attention import PagedMetadata, PrefillPiece
+from triptych.layers.linear import padded_rows
+
+# Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
+# arithmetic is then the same however the token budget cut its prompt.
+PREFILL_CELL = 64
+
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """`rows` are packed in this order, decode rows first, and padded to `num_rows`; `sampling` names those whose output is drawn from.
+
+    `positions` [3, num_rows] for M-RoPE; `sample_rows` [padded] indexes the packed rows, its own padding included.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    num_rows: int
+    positions: Tensor
+    metadata: PagedMetadata
+    sampling: tuple[ScheduledRow, ...]
+    sample_rows: Tensor
+
+
+def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device, batch_invariant: bool) -> StepInputs:
+    """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped."""
+    total = batch.num_tokens
+    count = padded_rows(total)
+    positions = np.zeros(count, dtype=np.int64)
+    slots = np.arange(count, dtype=np.int64) % block_size  # trash block, for the padded rows
+    decodes = [row for row in batch.rows if _is_decode(row)]
+    rows = (*decodes, *(row for row in batch.rows if not _is_decode(row)))
+    pieces: list[PrefillPiece] = []
+    sampling: list[ScheduledRow] = []
+    sample_rows: list[int] = []
+    at = 0
+    for index, row in enumerate(rows):
+        span = np.arange(row.start, row.start + row.num_tokens, dtype=np.int64)
+        blocks = np.asarray(row.request.block_ids, dtype=np.int64)
+        positions[at : at + row.num_tokens] = span
+        slots[at : at + row.num_tokens] = blocks[span // block_size] * block_size + span % block_size
+        if index >= len(decodes):
+            pieces.extend(_pieces(row, at, blocks, block_size, device, batch_invariant))
+        at += row.num_tokens
+        if row.samples:
+            sampling.append(row)
+            sample_rows.append(at - 1)
+    if sample_rows:
+        sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows)) - len(sample_rows))
+    table, mask = _decode_table(decodes, block_size)
+    metadata = PagedMetadata(
+        slots=torch.from_numpy(slots).to(device),
+        num_decodes=len(decodes),
+        decode_blocks=torch.from_numpy(table).to(device),
+        decode_mask=torch.from_numpy(mask).to(device),
+        pieces=tuple(pieces),
+    )
+    return StepInputs(
+        rows=rows,
+        num_rows=count,
+        positions=torch.from_numpy(positions).to(device).expand(3, -1),
+        metadata=metadata,
+        sampling=tuple(sampling),
+        sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),
+    )
+
+
+def _is_decode(row: ScheduledRow) -> bool:
+    """A row computed alone takes the decode path where it always does: by its place, never by how a prompt was cut."""
+    single_from = row.request.single_from
+    return row.num_tokens == 1 and (single_from is None or row.start >= single_from)
+
+
+def _decode_table(decodes: list[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
+    lengths = np.fromiter((row.start + 1 for row in decodes), dtype=np.int64, count=len(decodes))
+    width = int(-(-lengths.max() // block_size)) if decodes else 0
+    table = np.zeros((len(decodes), width), dtype=np.int64)
+    for index, row in enumerate(decodes):
+        used = row.request.block_ids[: -(-(row.start + 1) // block_size)]
+        table[index, : len(used)] = used
+    mask = np.arange(width * block_size) < lengths[:, None]
+    return table.reshape(-1), mask[:, None, None, :]
+
+
+def _pieces(
+    row: ScheduledRow, at: int, blocks: _Ints, block_size: int, device: torch.device, batch_invariant: bool
+) -> list[PrefillPiece]:
+    end = row.start + row.num_tokens
+    cuts = [row.start, end]
+    if batch_invariant:
+        first = (row.start // PREFILL_CELL + 1) * PREFILL_CELL
+        cuts = [row.start, *range(first, end, PREFILL_CELL), end]
+    pieces = []
+    for low, high in itertools.pairwise(cuts):
+        used = torch.from_numpy(blocks[: -(-high // block_size)]).to(device)
+        looks_at = torch.arange(used.shape[0] * block_size, device=device)
+        mask = looks_at <= torch.arange(low, high, device=device).unsqueeze(1)
+        offset = at + low - row.start
+        pieces.append(PrefillPiece(start=offset, end=offset + high - low, blocks=used, mask=mask))
+    return pieces

@@ -1,0 +1,53 @@
+"""Everything of an engine that touches the device: the cache, the inputs of a step, and the step itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.engine.inputs import build_inputs
+from triptych.engine.kv_cache import KVCache
+from triptych.layers.attention import PagedMetadata
+
+
+class StepModel(Protocol):
+    """A decoder that the runner can step."""
+
+    def __call__(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+        """Rows [N, hidden] -> hidden states [N, hidden]."""
+
+
+class RowEmbedder(Protocol):
+    """Makes the input rows of a batch."""
+
+    def __call__(self, rows: Sequence[ScheduledRow], num_rows: int) -> Tensor:
+        """[num_rows, hidden], packed in order; rows past the batch's own are padding of any finite value."""
+
+
+class ModelRunner:
+    """Runs one batch at a time; holds no policy."""
+
+    def __init__(
+        self, *, model: StepModel, embed: RowEmbedder, cache: KVCache, device: torch.device, batch_invariant: bool
+    ) -> None:
+        self.model, self.embed, self.cache = model, embed, cache
+        self.device, self.batch_invariant = device, batch_invariant
+
+    def execute(self, batch: ScheduledBatch) -> tuple[tuple[ScheduledRow, ...], Tensor | None]:
+        """Compute every row of the batch.
+
+        Returns the rows that sample and their hidden states, [padded, hidden]: one per sampling row in order, then
+        padding up to a whole row tile. None when no row samples.
+        """
+        inputs = build_inputs(
+            batch, block_size=self.cache.block_size, device=self.device, batch_invariant=self.batch_invariant
+        )
+        x = self.embed(inputs.rows, inputs.num_rows)
+        hidden = self.model(x, inputs.positions, self.cache.layers, inputs.metadata)
+        if not inputs.sampling:
+            return (), None
+        return inputs.sampling, hidden.index_select(0, inputs.sample_rows)

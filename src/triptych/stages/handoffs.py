@@ -1,0 +1,70 @@
+"""A stage's outgoing pieces, per request: sent as credit allows, kept in order while there is none."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from triptych.connectors.contract import Array, Sender
+
+
+@dataclass(slots=True)
+class _Pending:
+    pieces: deque[tuple[Array, bool]] = field(default_factory=deque)
+    whole: list[Array] = field(default_factory=list)  # without async chunks: everything so far
+
+
+class Handoffs:
+    """Sends arrays named `key` over one edge.
+
+    With `async_chunk` every piece goes out at once; without, all pieces of a request go as one when it is complete.
+    A request whose pieces wait for credit is `blocked`, and its stage parks it: so what waits here is what one step
+    gave.
+    """
+
+    def __init__(self, sender: Sender, key: str, *, async_chunk: bool) -> None:
+        self._sender, self._key, self._async_chunk = sender, key, async_chunk
+        self._pending: dict[str, _Pending] = {}
+
+    def open(self, request_id: str) -> None:
+        self._pending[request_id] = _Pending()
+        self._sender.open(request_id)
+
+    def push(self, request_id: str, piece: Array, *, final: bool = False) -> bool:
+        """Hand over `piece`, in order. False when it has to wait: park the request until `flush` names it."""
+        pending = self._pending[request_id]
+        if self._async_chunk:
+            pending.pieces.append((piece, final))
+        else:
+            pending.whole.append(piece)
+            if not final:
+                return True
+            pending.pieces.append((np.concatenate(pending.whole), True))
+        return self._send(request_id, pending)
+
+    def flush(self) -> list[str]:
+        """Send what has got credit since. Returns the requests of which nothing waits any more."""
+        unblocked = []
+        for request_id in self._sender.writable():
+            pending = self._pending.get(request_id)
+            if pending is not None and self._send(request_id, pending):
+                unblocked.append(request_id)
+        return unblocked
+
+    def close(self, request_id: str) -> None:
+        """Drop the request: what waits is not sent, what is unread is freed. Idempotent."""
+        if self._pending.pop(request_id, None) is not None:
+            self._sender.close(request_id)
+
+    def _send(self, request_id: str, pending: _Pending) -> bool:
+        while pending.pieces:
+            piece, final = pending.pieces[0]
+            if not self._sender.try_put(request_id, {self._key: piece}, final=final):
+                return False
+            pending.pieces.popleft()
+            if final:
+                # The edge itself ends when the other side has consumed everything.
+                del self._pending[request_id]
+        return True

@@ -1,0 +1,276 @@
+"""The Talker as a stage: text ids in as the Thinker confirms them, codec frames out as they are drawn."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triptych.config.schema import StageKind
+from triptych.connectors.contract import Receiver
+from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
+from triptych.engine.batch import ScheduledRow
+from triptych.engine.model_runner import ModelRunner
+from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
+from triptych.engine.request import FinishReason
+from triptych.engine.sampler import Sampler, draw_top
+from triptych.errors import TriptychError
+from triptych.models.qwen3_omni.config import OmniConfig, load_config
+from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
+from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.handoffs import Handoffs
+from triptych.stages.loading import DecoderSetup, load_model, set_up_decoder, stage_device, stage_dtype
+from triptych.stages.speech_rows import SpeechRows
+
+logger = logging.getLogger(__name__)
+
+
+class TalkerStage:
+    """Continuous batching over one Talker. One step draws one whole frame for every request that has a row to read."""
+
+    kind: StageKind = "talker"
+
+    def __init__(
+        self,
+        *,
+        model: Talker,
+        config: OmniConfig,
+        setup: DecoderSetup,
+        outbox: Outbox,
+        receiver: Receiver,
+        handoffs: Handoffs,
+        batch_invariant: bool,
+        frames_per_text_token: int,
+        extra_frames: int,
+    ) -> None:
+        self.model, self.config, self.scheduler = model, config, setup.scheduler
+        self.outbox, self.receiver, self.handoffs = outbox, receiver, handoffs
+        self.batch_invariant, self.device = batch_invariant, setup.device
+        self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
+        self.runner = ModelRunner(
+            model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
+        )
+        slots = setup.scheduler.config.max_num_seqs
+        self.sampler = Sampler(
+            num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
+        )
+        self.residual_uniforms = UniformBlocks(slots, [residual(index) for index in range(1, model.num_code_groups)])
+        self.requests: dict[str, SpeechRows] = {}
+        self.steps, self.step_seconds, self.frames, self.runaways = 0, 0.0, 0, 0
+
+    @classmethod
+    def load(cls, context: StageContext) -> Self:
+        """Load the Talker of `context.model`. Raises CheckpointError or ConfigError."""
+        checkpoint = load_config(context.model)
+        device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
+        model = load_model(context, checkpoint, lambda: Talker(checkpoint))
+        return cls(
+            model=model,
+            config=checkpoint,
+            setup=set_up_decoder(context.config, model.config, device, dtype),
+            outbox=context.outbox,
+            receiver=context.receivers["thinker"],
+            handoffs=Handoffs(context.senders["code2wav"], "codes", async_chunk=context.deploy.async_chunk),
+            batch_invariant=context.config.batch_invariant,
+            frames_per_text_token=context.config.frames_per_text_token,
+            extra_frames=context.config.extra_frames,
+        )
+
+    def submit(self, message: Submit) -> None:
+        assert isinstance(message, SubmitSpeech)
+        try:
+            rows = SpeechRows(message, self.config, self.model, single=self.batch_invariant)
+            room = self.scheduler.config.max_model_len - rows.engine.num_prompt_tokens
+            if room < 1:
+                limit = self.scheduler.config.max_model_len
+                raise TriptychError(f"the prompt takes {rows.engine.num_prompt_tokens} rows, the Talker has {limit}")
+            rows.max_frames = min(room, message.params.max_tokens or room)
+            self.scheduler.add(rows.engine)
+        except TriptychError as error:
+            self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
+            return
+        self.requests[message.request_id] = rows
+        self.receiver.open(message.request_id)
+        self.handoffs.open(message.request_id)
+
+    def grant(self, message: Grant) -> None:
+        """The Talker sends no audio."""
+
+    def abort(self, request_id: str) -> None:
+        rows = self.requests.pop(request_id, None)
+        if rows is not None:
+            self._release(rows, FinishReason.ABORT)
+        self.handoffs.close(request_id)
+
+    def poll_inputs(self) -> None:
+        for arrival in self.receiver.receive():
+            if isinstance(arrival, tuple):
+                request_id, error = arrival
+                if request_id in self.requests:
+                    self._fail(request_id, str(error))
+                continue
+            rows = self.requests.get(arrival.request_id)
+            if rows is not None:
+                rows.hear(arrival.arrays["token_ids"].tolist(), final=arrival.final)
+            self.receiver.release(arrival)
+            if rows is not None:
+                self._advance(rows)
+        for request_id in self.handoffs.flush():
+            self.scheduler.unpark(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        sampling, hidden = self.runner.execute(batch)
+        self.scheduler.update(batch)
+        if hidden is not None:
+            self._draw_frames(sampling, hidden)
+        self.steps += 1
+        self.step_seconds += time.perf_counter() - started
+
+    def stats(self) -> StageStats:
+        return StageStats(
+            stage=self.kind,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            parked=self.scheduler.num_parked,
+            steps=self.steps,
+            step_seconds=self.step_seconds,
+            tokens=self.frames,
+            kv_blocks_used=self.scheduler.pool.num_used,
+            kv_blocks_total=self.scheduler.config.num_blocks - 1,
+            preemptions=self.scheduler.num_preemptions,
+        )
+
+    def close(self) -> None:
+        for request_id in list(self.requests):
+            self.abort(request_id)
+
+    def _embed(self, rows: Sequence[ScheduledRow], num_rows: int) -> Tensor:
+        text: list[int] = []
+        codes: list[list[int]] = []
+        for row in rows:
+            speech, end = self.requests[row.request.request_id], row.start + row.num_tokens
+            text += speech.text_ids[row.start : end]
+            codes += speech.code_rows[row.start : end]
+        # Padding repeats a real row: it then chooses the same experts and costs no others.
+        missing = num_rows - len(text)
+        return self.model.embed(
+            torch.tensor(text + text[:1] * missing, dtype=torch.long, device=self.device),
+            torch.tensor(codes + codes[:1] * missing, dtype=torch.long, device=self.device),
+        )
+
+    def _draw_frames(self, rows: tuple[ScheduledRow, ...], hidden: Tensor) -> None:
+        requests = [self.requests[row.request.request_id] for row in rows]
+        for speech in requests:
+            if not speech.admitted:
+                speech.admitted = True
+                self.sampler.admit(speech.engine.slot, speech.engine.params)
+                assert speech.engine.params.seed is not None
+                self.residual_uniforms.admit(speech.engine.slot, speech.engine.params.seed)
+        slots = [speech.engine.slot for speech in requests]
+        positions = [speech.engine.num_sampled for speech in requests]
+        sampled = self.sampler.sample(self.model.logits(hidden)[: len(rows)], slots, positions, CODEBOOK0)
+        frames = self._whole_frames(requests, hidden, sampled.token_ids, slots, positions)
+        bad = frozenset(sampled.bad)
+        for index, (speech, frame) in enumerate(zip(requests, frames, strict=True)):
+            if index in bad:
+                self._fail(speech.engine.request_id, "the model gave no finite logits")
+            else:
+                self._take(speech, frame)
+
+    def _whole_frames(
+        self,
+        requests: list[SpeechRows],
+        hidden: Tensor,
+        first: Tensor,
+        slots: list[int],
+        positions: list[int],
+    ) -> list[list[int]]:
+        """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
+        missing = hidden.shape[0] - first.shape[0]
+        padded = torch.cat((first, first[:1].expand(missing))) if missing else first
+        drawn = self.residual_uniforms.take(slots, positions)
+        uniforms = torch.from_numpy(np.concatenate((drawn, drawn[:1].repeat(missing, axis=0)))).to(self.device)
+        greedy = torch.tensor([speech.engine.params.temperature == 0 for speech in requests] + [False] * missing)
+        any_greedy, all_greedy = bool(greedy.any()), bool(greedy[: len(requests)].all())
+        greedy = greedy.to(self.device)
+
+        def draw(logits: Tensor, index: int) -> Tensor:
+            # The code predictor is greedy exactly when its request's Talker is.
+            if all_greedy:
+                return logits.argmax(dim=-1)
+            codes = draw_top(logits, uniforms[:, index], temperature=1.0, top_k=RESIDUAL_TOP_K, top_p=RESIDUAL_TOP_P)
+            return torch.where(greedy, logits.argmax(dim=-1), codes) if any_greedy else codes
+
+        codes = self.model.residual_codes(hidden, padded, draw)
+        return torch.cat((padded.unsqueeze(1), codes), dim=1)[: len(requests)].tolist()  # type: ignore[no-any-return]
+
+    def _take(self, speech: SpeechRows, frame: list[int]) -> None:
+        """One drawn frame of one request: on to Code2Wav, or the end."""
+        engine = speech.engine
+        self.scheduler.sampled(engine)
+        if frame[0] == self.model.talker_config.codec_eos_token_id:
+            self._finish(speech, FinishReason.STOP)
+            return
+        self.frames += 1
+        speech.add_frame(frame, self.model.code_rows(frame))
+        codes = np.asarray([frame], dtype=np.int32)
+        limited = speech.num_frames >= speech.max_frames or self._runs_away(speech)
+        if not self.handoffs.push(engine.request_id, codes) and not limited:
+            self.scheduler.park(engine.request_id)
+        if limited:
+            self._finish(speech, FinishReason.LENGTH)
+        else:
+            self._advance(speech)
+
+    def _runs_away(self, speech: SpeechRows) -> bool:
+        """Whether the speech is longer than its text can need: the model has lost its end marker."""
+        if not speech.heard_all:
+            return False
+        if speech.num_frames < self.frames_per_text_token * speech.num_text_tokens + self.extra_frames:
+            return False
+        self.runaways += 1
+        logger.warning(
+            "request %s: %d frames for %d text tokens, speech ended",
+            speech.engine.request_id,
+            speech.num_frames,
+            speech.num_text_tokens,
+        )
+        return True
+
+    def _advance(self, speech: SpeechRows) -> None:
+        """Make the next row known if its text is, or end a speech that has no text at all."""
+        if speech.heard_all and speech.num_text_tokens == 0:
+            self._finish(speech, FinishReason.STOP)
+        elif speech.next_row():
+            self.scheduler.extend(speech.engine)
+
+    def _finish(self, speech: SpeechRows, reason: FinishReason) -> None:
+        request_id = speech.engine.request_id
+        del self.requests[request_id]
+        self._release(speech, reason)
+        nothing = np.zeros((0, self.model.num_code_groups), dtype=np.int32)
+        self.handoffs.push(request_id, nothing, final=True)
+        self.outbox.send(SpeechOutput(request_id=request_id, num_frames=speech.num_frames, finish_reason=reason.value))
+
+    def _fail(self, request_id: str, message: str) -> None:
+        self.abort(request_id)
+        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+
+    def _release(self, speech: SpeechRows, reason: FinishReason) -> None:
+        if speech.admitted:
+            self.sampler.release(speech.engine.slot)
+        self.receiver.close(speech.engine.request_id)
+        self.scheduler.finish(speech.engine, reason)

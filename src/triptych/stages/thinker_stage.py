@@ -1,0 +1,255 @@
+"""The Thinker as a stage: prompts in, text to the server, confirmed token ids to the Talker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from triptych.config.schema import StageKind
+from triptych.connectors.wire import Failed, Grant, StageStats, SubmitText, TextOutput, TokenLogprob
+from triptych.engine.batch import ScheduledRow
+from triptych.engine.detokenizer import Detokenizer
+from triptych.engine.model_runner import ModelRunner
+from triptych.engine.random_stream import TEXT
+from triptych.engine.request import EngineRequest, FinishReason
+from triptych.engine.sampler import Sampler
+from triptych.errors import TriptychError
+from triptych.models.qwen3_omni.config import load_config
+from triptych.models.qwen3_omni.processor import load_tokenizer
+from triptych.models.qwen3_omni.thinker import Thinker
+from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.handoffs import Handoffs
+from triptych.stages.loading import DecoderSetup, load_model, set_up_decoder, stage_device, stage_dtype
+
+
+@dataclass(slots=True)
+class _TextRequest:
+    """What the stage keeps beside the engine's view of a request."""
+
+    engine: EngineRequest
+    detokenizer: Detokenizer
+    max_tokens: int
+    stop_ids: frozenset[int]
+    speaks: bool
+    seq: int = 0
+    silent_tokens: int = 0  # sampled, but with no text to show yet
+    admitted: bool = False
+
+
+class ThinkerStage:
+    """Continuous batching over one Thinker."""
+
+    kind: StageKind = "thinker"
+
+    def __init__(
+        self,
+        *,
+        model: Thinker,
+        setup: DecoderSetup,
+        tokenizer: Tokenizer,
+        eos_token_ids: Sequence[int],
+        outbox: Outbox,
+        handoffs: Handoffs | None,
+        batch_invariant: bool,
+    ) -> None:
+        self.model, self.scheduler, self.tokenizer = model, setup.scheduler, tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.outbox, self.handoffs, self.batch_invariant = outbox, handoffs, batch_invariant
+        self.device = setup.device
+        self.runner = ModelRunner(
+            model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
+        )
+        self.sampler = Sampler(
+            num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device
+        )
+        self.requests: dict[str, _TextRequest] = {}
+        self.steps, self.step_seconds, self.tokens = 0, 0.0, 0
+
+    @classmethod
+    def load(cls, context: StageContext) -> Self:
+        """Load the Thinker of `context.model`. Raises CheckpointError or ConfigError."""
+        checkpoint = load_config(context.model)
+        device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
+        model = load_model(context, checkpoint, lambda: Thinker(checkpoint))
+        sender = context.senders.get("talker")
+        return cls(
+            model=model,
+            setup=set_up_decoder(context.config, checkpoint.thinker, device, dtype),
+            tokenizer=load_tokenizer(Path(context.model)),
+            eos_token_ids=checkpoint.eos_token_ids,
+            outbox=context.outbox,
+            handoffs=Handoffs(sender, "token_ids", async_chunk=context.deploy.async_chunk) if sender else None,
+            batch_invariant=context.config.batch_invariant,
+        )
+
+    def submit(self, message: Submit) -> None:
+        assert isinstance(message, SubmitText)
+        prompt = list(message.prompt_token_ids)
+        room = self.scheduler.config.max_model_len - len(prompt)
+        request = EngineRequest(
+            request_id=message.request_id,
+            num_prompt_tokens=len(prompt),
+            params=message.params,
+            token_ids=prompt,
+            num_tokens=len(prompt),
+            single_from=len(prompt) if self.batch_invariant else None,
+        )
+        try:
+            if room < 1:
+                limit = self.scheduler.config.max_model_len
+                raise TriptychError(f"the prompt has {len(prompt)} tokens, the Thinker's context {limit}")
+            if message.speak and self.handoffs is None:
+                raise TriptychError("speech was asked for, but this deployment has no Talker")
+            self.scheduler.add(request)
+        except TriptychError as error:
+            self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
+            return
+        ignored: frozenset[int] = frozenset() if not message.params.ignore_eos else self.eos_token_ids
+        self.requests[message.request_id] = _TextRequest(
+            engine=request,
+            detokenizer=Detokenizer(self.tokenizer, message.params.stop),
+            max_tokens=min(room, message.params.max_tokens or room),
+            stop_ids=(self.eos_token_ids - ignored) | frozenset(message.params.stop_token_ids),
+            speaks=message.speak,
+        )
+        if message.speak and self.handoffs is not None:
+            self.handoffs.open(message.request_id)
+
+    def grant(self, message: Grant) -> None:
+        """The Thinker sends no audio."""
+
+    def abort(self, request_id: str) -> None:
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._release(request, FinishReason.ABORT)
+        if self.handoffs is not None:
+            self.handoffs.close(request_id)
+
+    def poll_inputs(self) -> None:
+        if self.handoffs is not None:
+            for request_id in self.handoffs.flush():
+                self.scheduler.unpark(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return
+        sampling, hidden = self.runner.execute(batch)
+        self.scheduler.update(batch)
+        if hidden is not None:
+            self._sample(sampling, hidden)
+        self.steps += 1
+        self.step_seconds += time.perf_counter() - started
+
+    def stats(self) -> StageStats:
+        pool = self.scheduler.pool
+        return StageStats(
+            stage=self.kind,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            parked=self.scheduler.num_parked,
+            steps=self.steps,
+            step_seconds=self.step_seconds,
+            tokens=self.tokens,
+            kv_blocks_used=pool.num_used,
+            kv_blocks_total=self.scheduler.config.num_blocks - 1,
+            preemptions=self.scheduler.num_preemptions,
+        )
+
+    def close(self) -> None:
+        for request_id in list(self.requests):
+            self.abort(request_id)
+
+    def _embed(self, rows: Sequence[ScheduledRow], num_rows: int) -> torch.Tensor:
+        ids = [token for row in rows for token in row.request.token_ids[row.start : row.start + row.num_tokens]]
+        # Padding repeats a real row: it then chooses the same experts and costs no others.
+        ids += ids[:1] * (num_rows - len(ids))
+        return self.model.embed(torch.tensor(ids, dtype=torch.long, device=self.device))
+
+    def _sample(self, rows: tuple[ScheduledRow, ...], hidden: torch.Tensor) -> None:
+        requests = [self.requests[row.request.request_id] for row in rows]
+        for request in requests:
+            if not request.admitted:
+                engine = request.engine
+                prompt = engine.token_ids[: engine.num_prompt_tokens]
+                self.sampler.admit(engine.slot, engine.params, prompt)
+                request.admitted = True
+        sampled = self.sampler.sample(
+            self.model.logits(hidden)[: len(rows)],
+            [request.engine.slot for request in requests],
+            [request.engine.num_sampled for request in requests],
+            TEXT,
+        )
+        bad = frozenset(sampled.bad)
+        for index, (request, token) in enumerate(zip(requests, sampled.token_ids.tolist(), strict=True)):
+            if index in bad:
+                self._fail(request, "the model gave no finite logits")
+                continue
+            logprobs = sampled.logprobs[index] if sampled.logprobs else None
+            self._take(request, token, logprobs)
+
+    def _take(self, request: _TextRequest, token: int, logprob: TokenLogprob | None) -> None:
+        """One new token of one request: its text, its end, its way to the Talker."""
+        engine = request.engine
+        self.scheduler.sampled(engine)
+        self.tokens += 1
+        request.silent_tokens += 1
+        reason: FinishReason | None = None
+        if token in request.stop_ids:
+            piece, logprob, reason = request.detokenizer.finish(), None, FinishReason.STOP
+            text, released = piece.text, list(piece.released)
+        else:
+            piece = request.detokenizer.push(token)
+            text, released = piece.text, list(piece.released)
+            if piece.stopped:
+                reason = FinishReason.STOP
+            elif engine.num_sampled >= request.max_tokens:
+                rest, reason = request.detokenizer.finish(), FinishReason.LENGTH
+                text, released = text + rest.text, released + list(rest.released)
+            else:
+                self.scheduler.extend(engine, token)
+        if text or logprob is not None or reason is not None:
+            self.outbox.send(
+                TextOutput(
+                    request_id=engine.request_id,
+                    seq=request.seq,
+                    text=text,
+                    num_tokens=request.silent_tokens,
+                    logprobs=(logprob,) if logprob is not None else (),
+                    finish_reason=reason.value if reason is not None else None,
+                )
+            )
+            request.seq += 1
+            request.silent_tokens = 0
+        if request.speaks and (released or reason is not None):
+            self._hand_over(engine.request_id, released, final=reason is not None)
+        if reason is not None:
+            del self.requests[engine.request_id]
+            self._release(request, reason)
+
+    def _hand_over(self, request_id: str, token_ids: list[int], *, final: bool) -> None:
+        assert self.handoffs is not None
+        if not self.handoffs.push(request_id, np.asarray(token_ids, dtype=np.int32), final=final):
+            self.scheduler.park(request_id)
+
+    def _fail(self, request: _TextRequest, message: str) -> None:
+        request_id = request.engine.request_id
+        self.abort(request_id)
+        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+
+    def _release(self, request: _TextRequest, reason: FinishReason) -> None:
+        if request.admitted:
+            self.sampler.release(request.engine.slot)
+        self.scheduler.finish(request.engine, reason)
