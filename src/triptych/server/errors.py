@@ -1,0 +1,135 @@
+"""Errors as HTTP: the one map from the exception tree to a status and OpenAI's error body.
+
+{"error": {"message": str, "type": str, "param": str | null, "code": str | null}}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from triptych.errors import CapacityError, DeadlineError, RequestError, StageError
+
+logger = logging.getLogger(__name__)
+
+STAGE_RETRY_AFTER = 5  # seconds until a stage that is being restarted is worth another try
+
+
+class AuthenticationError(RequestError):
+    """The API key is missing or wrong."""
+
+    status = 401
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that this server does not serve."""
+
+    status = 404
+
+    def __init__(self, model: str, served: Sequence[str]) -> None:
+        message = f"the model {model!r} does not exist here; this server has {', '.join(map(repr, served))}"
+        super().__init__(message, param="model", code="model_not_found")
+
+
+class PayloadTooLargeError(RequestError):
+    status = 413
+
+
+class UnsupportedMediaTypeError(RequestError):
+    status = 415
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status of an error; 500 for one that is not in the tree."""
+    if isinstance(error, RequestError | CapacityError | StageError):
+        return error.status
+    if isinstance(error, DeadlineError):
+        return 504
+    return error.status_code if isinstance(error, HTTPException) else 500
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """OpenAI's error body. What an unforeseen error says stays in the log."""
+    message, kind, param, code = "the server failed on this request; its log says why", "server_error", None, None
+    match error:
+        case RequestError():
+            message, kind, param, code = str(error), "invalid_request_error", error.param, error.code
+        case CapacityError():
+            message, kind, code = str(error), "rate_limit_error", "rate_limit_exceeded"
+            if error.status == 503:
+                kind, code = "service_unavailable", "no_capacity"
+        case StageError():
+            suffix = f" (request {error.request_id})" if error.request_id else ""
+            message, kind, code = f"stage {error.stage}: {error}{suffix}", "server_error", "stage_failed"
+            if error.status == 503:
+                kind, code = "service_unavailable", "stage_unavailable"
+        case DeadlineError():
+            message, kind, code = f"stage {error.stage}: {error}", "timeout", "deadline_exceeded"
+        case HTTPException():
+            message, kind = str(error.detail), "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(error.retry_after)
+    elif isinstance(error, StageError) and error.status == 503:
+        headers["Retry-After"] = str(STAGE_RETRY_AFTER)
+    elif isinstance(error, AuthenticationError):
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(error_body(error), status_of(error), headers)
+
+
+def invalid_request(error: ValidationError) -> RequestError:
+    """The first thing wrong with a request body, as an error with the dotted path of the field."""
+    first = error.errors(include_url=False)[0]
+    # Tags of our unions are in parentheses and pydantic's own marks in brackets: no part of what the client wrote.
+    path = [str(part) for part in first["loc"] if not str(part).startswith(("(", "["))]
+    param, kind, message = ".".join(path) or None, first["type"], first["msg"]
+    if kind == "json_invalid":
+        return RequestError(f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
+    if param is None:
+        return RequestError("the body is not a JSON object", code="invalid_json")
+    if kind == "extra_forbidden":
+        return RequestError(f"unknown field {param!r}", param, "unknown_parameter")
+    if kind == "missing":
+        return RequestError(f"field {param!r} is required", param, "missing_required_parameter")
+    if kind == "unsupported":
+        return RequestError(f"{param!r} is not supported: {message}", param, "unsupported_parameter")
+    return RequestError(f"{param!r}: {message}; got {_shown(first['input'])}", param, "invalid_value")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error, of ours or of the framework, in OpenAI's shape."""
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, StageError | DeadlineError):
+            logger.warning("%s %s failed: %s", request.method, request.url.path, error)
+        return error_response(error)
+
+    async def not_routed(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            error = HTTPException(
+                error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers
+            )
+        return error_response(error)
+
+    for kind in (RequestError, CapacityError, StageError, DeadlineError):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(HTTPException, not_routed)
+    app.add_exception_handler(Exception, known)  # the framework logs it with its traceback
+
+
+def _shown(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,0 +1,303 @@
+"""The request of `POST /v1/chat/completions`, in OpenAI's shape plus the few names that vLLM's users know.
+
+Nothing is ignored in silence. A field is honoured, or refused by name (unknown or not supported), or on this list of
+bookkeeping fields that are accepted and have no effect: `user`, `metadata`, `store: false`, `safety_identifier`,
+`prompt_cache_key`, `prompt_cache_retention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import PydanticCustomError
+
+from triptych.config.sampling import sampling_params
+from triptych.errors import ConfigError, RequestError
+from triptych.server.audio import AudioFormat
+from triptych.server.errors import invalid_request
+
+TEXT_ONLY = "this server takes text input only"
+NO_TOOLS = "this server does not call tools"
+STAGES = ("thinker", "talker", "code2wav")
+
+
+def _refuse(reason: str) -> BeforeValidator:
+    """A field that is known but not honoured: null and empty pass, anything else is an error that says why."""
+
+    def check(value: Any) -> None:
+        if value is not None and value != []:
+            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
+
+    return BeforeValidator(check)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _text_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError(
+            "unsupported", "a part of type '{kind}'; {reason}", {"kind": kind, "reason": TEXT_ONLY}
+        )
+    return part
+
+
+def _named_voice(voice: Any) -> Any:
+    if isinstance(voice, dict):
+        raise PydanticCustomError("unsupported", "custom voices; give the name of a voice (see /v1/audio/voices)")
+    return voice
+
+
+def _every_token(top_k: Any) -> Any:
+    return 0 if top_k == -1 else top_k  # vLLM's spelling of "keep every token"
+
+
+def _content_kind(content: Any) -> str | None:
+    return "(text)" if isinstance(content, str) else "(parts)" if isinstance(content, list) else None
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("(text)")]
+    | Annotated[list[Annotated[TextPart, BeforeValidator(_text_part)]], Field(min_length=1), Tag("(parts)")],
+    Discriminator(
+        _content_kind,
+        custom_error_type="content",
+        custom_error_message="Input should be a string or a list of text parts",
+    ),
+]
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant"]
+    name: Annotated[None, _refuse("the model does not see participants' names")] = None
+    audio: Annotated[None, _refuse("references to earlier audio; send the transcript as content")] = None
+    tool_calls: Annotated[None, _refuse(NO_TOOLS)] = None
+    function_call: Annotated[None, _refuse(NO_TOOLS)] = None
+    refusal: Annotated[None, _refuse("send the text of the refusal as content")] = None
+    annotations: Annotated[None, _refuse("this server makes no annotations")] = None
+    content: Content
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as the chat template takes it. "developer" is OpenAI's newer name for "system"."""
+        content = self.content
+        parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+
+
+class AudioOptions(_Body):
+    """`voice` None is the model's default. OpenAI requires both fields; here they have defaults."""
+
+    voice: Annotated[str | None, BeforeValidator(_named_voice)] = None
+    format: AudioFormat = "wav"
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponseFormat(_Body):
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(_Body):
+    model: str
+    messages: Annotated[list[Message], Field(min_length=1)]
+
+    modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)] | None = None
+    audio: AudioOptions | None = None
+    speaker: str | None = None  # vLLM-Omni's names for audio.voice
+    voice: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Literal[1] | None = None
+    response_format: ResponseFormat | None = None
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: (
+        Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] | None
+    ) = None
+    # Sampling beyond OpenAI's, under vLLM's names.
+    top_k: Annotated[int, BeforeValidator(_every_token), Field(ge=0)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    sampling_params_list: Annotated[list[dict[str, Any]], Field(max_length=len(STAGES))] | None = None
+
+    # Bookkeeping: accepted, without effect.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # Known, but not honoured here.
+    tools: Annotated[None, _refuse(NO_TOOLS)] = None
+    tool_choice: Annotated[None, _refuse(NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[None, _refuse(NO_TOOLS)] = None
+    functions: Annotated[None, _refuse(NO_TOOLS)] = None
+    function_call: Annotated[None, _refuse(NO_TOOLS)] = None
+    web_search_options: Annotated[None, _refuse("this server does not search the web")] = None
+    prediction: Annotated[None, _refuse("this server takes no predicted output")] = None
+    reasoning_effort: Annotated[None, _refuse("this model has no such setting")] = None
+    verbosity: Annotated[None, _refuse("this model has no such setting")] = None
+    service_tier: Annotated[None, _refuse("this server has one tier")] = None
+    moderation: Annotated[None, _refuse("this server does not moderate")] = None
+    mm_processor_kwargs: Annotated[None, _refuse(TEXT_ONLY)] = None
+    use_audio_in_video: Annotated[None, _refuse(TEXT_ONLY)] = None
+
+    @property
+    def wants_text(self) -> bool:
+        return self.modalities is None or "text" in self.modalities
+
+    @property
+    def wants_audio(self) -> bool:
+        return self.modalities is not None and "audio" in self.modalities
+
+    @property
+    def audio_format(self) -> AudioFormat:
+        return self.audio.format if self.audio else "wav"
+
+    @property
+    def speaker_name(self) -> str | None:
+        """The voice asked for, under whichever of its names."""
+        return (self.audio.voice if self.audio else None) or self.speaker or self.voice
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def overrides(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Sampling parameters for the Thinker and for the Talker. Top-level fields concern the Thinker alone; the
+        Talker is reached through `sampling_params_list`. The entry of a stage that does not run has no effect."""
+        own = {name: value for name in _THINKER_FIELDS if (value := getattr(self, name)) is not None}
+        if self.max_completion_tokens is not None:
+            own["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            own["logprobs"] = self.top_logprobs or 0
+        listed = [*(self.sampling_params_list or []), {}, {}]
+        return listed[0] | own, listed[1]
+
+
+_THINKER_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+)
+
+
+def parse_chat_request(body: bytes) -> ChatCompletionRequest:
+    """Read and check a request body. Raises RequestError with the dotted path of the first wrong field."""
+    try:
+        request = ChatCompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid_request(error) from error
+    for check in _CHECKS:
+        check(request)
+    return request
+
+
+def _check_modalities(request: ChatCompletionRequest) -> None:
+    if request.modalities and len(set(request.modalities)) < len(request.modalities):
+        raise RequestError(f"'modalities' names one twice: {request.modalities}", "modalities", "invalid_value")
+    for field in ("audio", "speaker", "voice"):
+        if getattr(request, field) is not None and not request.wants_audio:
+            raise RequestError(
+                f"{field!r} is given, but 'modalities' does not ask for audio; add 'audio' to it",
+                field,
+                "invalid_value",
+            )
+
+
+def _check_voice(request: ChatCompletionRequest) -> None:
+    names = {
+        "audio.voice": request.audio.voice if request.audio else None,
+        "speaker": request.speaker,
+        "voice": request.voice,
+    }
+    given = {field: name for field, name in names.items() if name is not None}
+    if len({name.lower() for name in given.values()}) > 1:
+        raise RequestError(f"different voices are asked for: {given}", list(given)[-1], "invalid_value")
+
+
+def _check_lengths(request: ChatCompletionRequest) -> None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise RequestError(
+            f"'max_tokens' is {old} and 'max_completion_tokens' {new}; give one of them", "max_tokens", "invalid_value"
+        )
+
+
+def _check_stream_options(request: ChatCompletionRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("'stream_options' needs 'stream': true", "stream_options", "invalid_value")
+
+
+def _check_logprobs(request: ChatCompletionRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true", "top_logprobs", "invalid_value")
+
+
+def _check_stage_params(request: ChatCompletionRequest) -> None:
+    """Each entry must be right by itself, and say nothing that a top-level field says otherwise."""
+    for index, values in enumerate(request.sampling_params_list or []):
+        path = f"sampling_params_list.{index}"
+        if STAGES[index] == "code2wav" and values:
+            raise RequestError(f"{path!r}: code2wav draws no tokens; leave it out or empty", path, "invalid_value")
+        try:
+            sampling_params(values, path)
+        except ConfigError as error:
+            raise RequestError(str(error), error.path, "invalid_value") from error
+    thinker = (request.sampling_params_list or [{}])[0] if request.sampling_params_list else {}
+    own = request.overrides()[0] | ({} if request.seed is None else {"seed": request.seed})
+    for name, value in thinker.items():
+        if own.get(name) != value:
+            raise RequestError(
+                f"'sampling_params_list.0.{name}' is {value!r}, but at the top level {name!r} is {own.get(name)!r}; "
+                "give one of them",
+                f"sampling_params_list.0.{name}",
+                "invalid_value",
+            )
+
+
+_CHECKS: tuple[Callable[[ChatCompletionRequest], None], ...] = (
+    _check_modalities,
+    _check_voice,
+    _check_lengths,
+    _check_stream_options,
+    _check_logprobs,
+    _check_stage_params,
+)
