@@ -253,7 +253,7 @@ def test_resolve_takes_context_and_dtype_from_the_checkpoint(tmp_path: Path) -> 
     assert (deploy.stages[0].max_model_len, deploy.stages[0].dtype) == (4321, "float16")
     with pytest.raises(ConfigError, match=r"stages\[0\]\.dtype: .*'float8'"):
         resolve(load(path), contexts=CONTEXTS, dtype="float8")
-    with pytest.raises(ConfigError, match=r"stages\[1\]\.max_model_len: 2048 is more than the 100 positions"):
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.max_model_len: 4096 is more than the 100 positions"):
         resolve(load(path), contexts=CONTEXTS | {"talker": 100}, dtype="float16")
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from triptych.errors import CheckpointError
+from triptych.models.qwen3_omni.synthetic_cache import ensure_checkpoint
+from triptych.models.qwen3_omni.synthetic_config import SIZES
 
 # Small checkpoints that Triptych makes itself on first use: the names work wherever a model is asked for.
-SYNTHETIC = ("tiny", "bench", "mini")
+SYNTHETIC = SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,9 @@ def locate(model: str) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if model in SYNTHETIC:
-        from triptych.models.qwen3_omni.synthetic import cached_checkpoint
-
-        return Path(cached_checkpoint(model))
+    for size in SYNTHETIC:
+        if model == size:
+            return ensure_checkpoint(size)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _download(model)
     names = ", ".join(SYNTHETIC)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -25,11 +24,10 @@ from torch import Tensor
 from triptych.errors import CheckpointError
 from triptych.models.placement import Layout
 from triptych.models.qwen3_omni.published import meta_model, published_name, split
+from triptych.models.qwen3_omni.synthetic_cache import MARKER, VERSION, cached_folder
 from triptych.models.qwen3_omni.synthetic_config import DIMENSIONS, Dimensions, Size, build_config
 from triptych.models.qwen3_omni.synthetic_tokenizer import build_tokenizer, readable_ids, token_id, write_tokenizer
 
-VERSION = 1  # raise it whenever the bytes of a checkpoint change, so that cached ones are made anew
-MARKER = "triptych.json"
 _ANCHOR = 6.0  # channel 0 of the residual stream, the same at every position of a checkpoint that ends by itself
 _ANCHOR_RMS = 1.85  # of the whole stream before the final norm, measured: the norm divides the anchor by it
 
@@ -61,7 +59,7 @@ def cached_checkpoint(size: Size) -> Path:
 
     Safe when several processes start at once: each makes its own copy aside and the first rename wins.
     """
-    folder = _cache_root() / f"{size}-v{VERSION}"
+    folder = cached_folder(size)
     if (folder / MARKER).exists():
         return folder
     staging = _stage(folder, size, 0, 1, "per_expert")
@@ -78,12 +76,6 @@ def cached_checkpoint(size: Size) -> Path:
 def is_replaceable(folder: Path) -> bool:
     """Whether `folder` may be written over: an empty folder, or one that `make_checkpoint` made."""
     return folder.is_dir() and ((folder / MARKER).exists() or not any(folder.iterdir()))
-
-
-def _cache_root() -> Path:
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return root / "triptych" / "checkpoints"
 
 
 def _stage(folder: Path, size: Size, seed: int, shards: int, layout: Layout) -> Path:
