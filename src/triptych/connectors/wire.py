@@ -178,6 +178,7 @@ class Fatal(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     process: str
     message: str
     error: str = ""  # class name of the exception
+    stage: StageKind | None = None  # the stage that was loading or stepping
 
 
 ToServer = Hello | LoadProgress | Loaded | TextOutput | SpeechOutput | AudioOutput | Failed | Freed | Heartbeat | Fatal

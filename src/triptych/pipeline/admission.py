@@ -1,0 +1,100 @@
+"""Whether a request fits, before any stage hears of it, and the messages that announce it to each stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from triptych.config.schema import DeployConfig, StageKind
+from triptych.connectors.wire import SubmitCodec, SubmitSpeech, SubmitText
+from triptych.errors import ContextLengthError, RequestError
+from triptych.models.qwen3_omni.bridge import ASSISTANT_ROWS, HEADER_ROWS, talker_prompt_token_ids
+from triptych.models.qwen3_omni.config import OmniConfig, TalkerConfig
+from triptych.pipeline.request import GenerationRequest
+
+AUDIO_CREDIT = 16  # audio chunks of one request that may wait for its client
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """One message for each stage that the request needs, in the order to send them: consumers first, so that no
+    handoff meets a stage that does not expect it."""
+
+    messages: tuple[tuple[StageKind, SubmitText | SubmitSpeech | SubmitCodec], ...]
+
+    @property
+    def stages(self) -> tuple[StageKind, ...]:
+        return tuple(kind for kind, _ in self.messages)
+
+
+def admit(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) -> Admission:
+    """Check a request against the vocabulary, the voices and the context of every stage that it needs.
+
+    Raises ContextLengthError or RequestError, with the numbers or names that would be right.
+    """
+    text = _text(request, deploy, config)
+    if request.talker is None:
+        return Admission(messages=(("thinker", text),))
+    speech = _speech(request, deploy, config)
+    codec = SubmitCodec(request_id=request.request_id, credit=AUDIO_CREDIT)
+    return Admission(messages=(("code2wav", codec), ("talker", speech), ("thinker", text)))
+
+
+def _text(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) -> SubmitText:
+    prompt = request.prompt_token_ids
+    if not prompt:
+        raise RequestError("the prompt is empty", param="messages")
+    largest = max(prompt)
+    if min(prompt) < 0 or largest >= config.thinker.vocab_size:
+        raise RequestError(f"token id {largest} is not in [0, {config.thinker.vocab_size})", param="messages")
+    context = _context(deploy, "thinker", config.thinker.max_position_embeddings)
+    left = context - len(prompt)
+    if left < 1:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens, and this model's context of {context} tokens must hold it and at "
+            "least 1 token of the answer; shorten the messages"
+        )
+    wanted = request.thinker.max_tokens
+    if wanted is not None and wanted > left:
+        raise ContextLengthError(
+            f"{len(prompt)} prompt tokens and max_tokens {wanted} make {len(prompt) + wanted}, more than this model's "
+            f"context of {context} tokens; shorten the messages or ask for at most {left} tokens",
+            param="max_tokens",
+        )
+    params = msgspec.structs.replace(request.thinker, max_tokens=wanted or left)
+    return SubmitText(request_id=request.request_id, prompt_token_ids=prompt, params=params, speak=request.speaks)
+
+
+def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) -> SubmitSpeech:
+    talker = config.talker
+    if talker is None or request.talker is None or deploy.stage("talker") is None or deploy.stage("code2wav") is None:
+        raise RequestError("this server has no speech stages; ask for text only", param="modalities")
+    speaker_id = _speaker_id(request.voice, talker, config)
+    try:
+        prompt = talker_prompt_token_ids(request.prompt_token_ids, config)
+    except ValueError as error:
+        raise RequestError(f"this prompt cannot be answered in speech: {error}", param="messages") from error
+    context = _context(deploy, "talker", talker.text.max_position_embeddings)
+    rows = len(prompt) - HEADER_ROWS + ASSISTANT_ROWS
+    left = context - rows
+    if left < 1:
+        raise ContextLengthError(
+            f"the user turns make {rows} positions for the speech stage, whose context of {context} must hold them "
+            "and at least 1 frame of speech; shorten the user messages, or ask for text only"
+        )
+    params = msgspec.structs.replace(request.talker, max_tokens=min(request.talker.max_tokens or left, left))
+    return SubmitSpeech(request_id=request.request_id, prompt_token_ids=prompt, speaker_id=speaker_id, params=params)
+
+
+def _speaker_id(voice: str | None, talker: TalkerConfig, config: OmniConfig) -> int:
+    name = config.default_speaker if voice is None else voice.lower()
+    if name is None or name not in talker.speaker_id:
+        known = ", ".join(talker.speaker_id) or "none"
+        raise RequestError(f"unknown voice {voice!r}; voices of this model: {known}", param="audio.voice")
+    return talker.speaker_id[name]
+
+
+def _context(deploy: DeployConfig, kind: StageKind, checkpoint: int) -> int:
+    stage = deploy.stage(kind)
+    return (stage.max_model_len if stage else 0) or checkpoint

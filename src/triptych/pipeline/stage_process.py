@@ -1,0 +1,53 @@
+"""One stage process as the server knows it: what it holds, how it is, and how to reach it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from triptych.config.schema import StageKind
+from triptych.connectors.wire import Fatal, StageStats
+from triptych.pipeline.health import ProcessHealth, ProcessState
+from triptych.pipeline.restarts import RestartBudget
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StageProcess:
+    """Outlives the OS processes that play it one after the other; `identity` names the one that is connected now."""
+
+    name: str
+    stages: tuple[StageKind, ...]
+    budget: RestartBudget
+    state: ProcessState = ProcessState.LOADING
+    child: asyncio.subprocess.Process | None = None
+    identity: bytes | None = None
+    loaded: bool = False
+    load_seconds: float = 1.0
+    last_heartbeat: float | None = None
+    stats: dict[StageKind, StageStats] = field(default_factory=dict)
+    restarts: int = 0
+    fatal: asyncio.Future[Fatal] | None = None
+    killed_because: str | None = None
+    timer: asyncio.TimerHandle | None = None  # the load deadline, then the heartbeat deadline
+
+    @property
+    def pid(self) -> int | None:
+        return self.child.pid if self.child is not None else None
+
+    def reset(self) -> None:
+        """Forget the OS process that is gone."""
+        if self.timer is not None:
+            self.timer.cancel()
+        self.child = self.identity = self.last_heartbeat = self.killed_because = self.timer = self.fatal = None
+        self.loaded = False
+        self.stats = {}
+
+    def health(self, now: float) -> ProcessHealth:
+        return ProcessHealth(
+            name=self.name,
+            stages=self.stages,
+            state=self.state,
+            pid=self.pid,
+            heartbeat_age_s=None if self.last_heartbeat is None else now - self.last_heartbeat,
+            restarts=self.restarts,
+        )

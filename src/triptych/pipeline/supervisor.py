@@ -1,0 +1,296 @@
+"""Starts the stage processes, watches them, and starts again what dies. Knows no request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import PIPE
+
+from triptych.config.schema import DeployConfig, StageKind
+from triptych.connectors import segments
+from triptych.connectors.wire import (
+    Configure,
+    Fatal,
+    Heartbeat,
+    Hello,
+    Loaded,
+    LoadProgress,
+    PeerRestarted,
+    Shutdown,
+    ToStage,
+)
+from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
+from triptych.pipeline.control import ControlSocket
+from triptych.pipeline.health import ProcessState
+from triptych.pipeline.restarts import RestartBudget
+from triptych.pipeline.stage_process import StageProcess
+
+logger = logging.getLogger(__name__)
+
+STAGE_COMMAND = (sys.executable, "-m", "triptych.stages")
+STOP_S = 4.0  # for a process to leave after `Shutdown`
+KILL_S = 1.0  # for a killed process to be reaped
+FATAL_S = 0.5  # for the last message of a process that has exited by itself
+
+Progress = Callable[[LoadProgress | Loaded], None]
+
+
+class Supervisor:
+    """One task for each process: spawn, wait for its end, report it, wait out the backoff, spawn again.
+
+    `on_loaded(process)` is called whenever a process has loaded, and `on_down(process, cause)` whenever one that had
+    been started is gone, before it is started again.
+    """
+
+    def __init__(
+        self,
+        *,
+        deploy: DeployConfig,
+        model: str,
+        run_dir: Path,
+        command: Sequence[str],
+        log_level: str,
+        endpoint: str,
+        control: ControlSocket,
+        on_progress: Progress,
+        on_loaded: Callable[[StageProcess], None],
+        on_down: Callable[[StageProcess, str], None],
+    ) -> None:
+        self._deploy = deploy
+        self._model = model
+        self._run_dir = run_dir
+        self._token = run_dir.name.removeprefix("triptych-")
+        self._command = tuple(command)
+        self._log_level = log_level
+        self._endpoint = endpoint
+        self._control = control
+        self._on_progress = on_progress
+        self._on_loaded = on_loaded
+        self._on_down = on_down
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._settled = asyncio.Event()  # every process has loaded for the first time, or one never will
+        self._start_error: TriptychError | None = None
+        self._peers = {name: f"ipc://{run_dir}/{index}.sock" for index, name in enumerate(deploy.processes)}
+        self.processes: Mapping[str, StageProcess] = {
+            name: StageProcess(
+                name=name,
+                stages=tuple(stage.stage for stage in stages),
+                budget=RestartBudget(deploy.max_stage_restarts),
+            )
+            for name, stages in deploy.processes.items()
+        }
+
+    async def start(self) -> None:
+        """Start every process at the same time and wait until all have loaded.
+
+        Raises CheckpointError, ConfigError or StageError with the stage's own message when one does not.
+        """
+        self._tasks = [
+            asyncio.create_task(self._keep_alive(process), name=f"process {name}")
+            for name, process in self.processes.items()
+        ]
+        await self._settled.wait()
+        if self._start_error is not None:
+            raise self._start_error
+
+    async def stop(self) -> None:
+        """Ask every process to leave, then end those that do not, within STOP_S + KILL_S."""
+        self._stopping.set()
+        for process in self.processes.values():
+            if not (process.loaded and self.send(process, Shutdown())):
+                self.kill(process, "the server is stopping")
+        for grace in (STOP_S, KILL_S):
+            if self._tasks:
+                _, running = await asyncio.wait(self._tasks, timeout=grace)
+                for process in self.processes.values() if running else ():
+                    self.kill(process, "it did not stop when told to")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def host(self, kind: StageKind) -> StageProcess:
+        return next(process for process in self.processes.values() if kind in process.stages)
+
+    def connected(self, identity: bytes) -> StageProcess | None:
+        """The process behind a message; None for one that is gone, whose last messages count no more."""
+        return next((process for process in self.processes.values() if process.identity == identity), None)
+
+    def send(self, process: StageProcess, message: ToStage) -> bool:
+        """False when there is nobody to send to. A process that has stopped reading is killed."""
+        if process.identity is None:
+            return False
+        if not self._control.send(process.identity, message):
+            self.kill(process, "it takes no messages")
+            return False
+        return True
+
+    def kill(self, process: StageProcess, because: str) -> None:
+        """End the OS process now; what follows is what follows any other death."""
+        if process.child is not None and process.child.returncode is None:
+            process.killed_because = process.killed_because or because
+            process.child.kill()
+
+    def ready(self, process: StageProcess) -> None:
+        """The process has served its warm-up request."""
+        process.state = ProcessState.READY
+        logger.info("process %s is ready (%s)", process.name, ", ".join(process.stages))
+
+    # --- messages ---
+
+    def greet(self, identity: bytes, message: Hello) -> None:
+        process = self.processes.get(message.process)
+        if process is None or process.pid != message.pid:
+            logger.error("process %r with pid %d is not one of ours", message.process, message.pid)
+            return
+        process.identity = identity
+        self.send(
+            process,
+            Configure(
+                deploy=self._deploy,
+                model=self._model,
+                process=process.name,
+                run_dir=str(self._run_dir),
+                peers=self._peers,
+                log_level=self._log_level,
+            ),
+        )
+
+    def on_message(self, process: StageProcess, message: LoadProgress | Loaded | Heartbeat | Fatal) -> None:
+        match message:
+            case LoadProgress():
+                self._on_progress(message)
+            case Loaded():
+                self._loaded(process, message)
+            case Heartbeat():
+                process.last_heartbeat = self._loop.time()
+                process.stats = {stats.stage: stats for stats in message.stages}
+            case Fatal():
+                if process.fatal is not None and not process.fatal.done():
+                    process.fatal.set_result(message)
+
+    def _loaded(self, process: StageProcess, message: Loaded) -> None:
+        process.loaded = True
+        process.load_seconds = message.seconds
+        process.last_heartbeat = self._loop.time()
+        self._set_timer(process, self._deploy.heartbeat_timeout_s, self._check_heartbeat)
+        logger.info("process %s loaded in %.1f s: %s", process.name, message.seconds, "; ".join(message.summary))
+        self._on_progress(message)
+        if all(other.loaded for other in self.processes.values()):
+            self._settled.set()
+        self._on_loaded(process)
+
+    # --- the life of a process ---
+
+    async def _keep_alive(self, process: StageProcess) -> None:
+        while True:
+            cause = await self._run_once(process)
+            was_loaded = process.loaded
+            process.reset()
+            segments.sweep(self._token, process.name)
+            if self._stopping.is_set():
+                return
+            logger.error("process %s (%s) is down: %s", process.name, ", ".join(process.stages), cause)
+            delay = self._next_delay(process)
+            if delay is None:
+                process.state = ProcessState.FAILED
+                logger.error("process %s is not started again", process.name)
+                self._give_up_start(process, cause, was_loaded)
+            else:
+                process.state = ProcessState.RESTARTING
+            self._announce_death(process, cause)
+            if delay is None:
+                return
+            process.restarts += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+                return
+
+    def _next_delay(self, process: StageProcess) -> float | None:
+        """None for a process that never was ready: what keeps it from that is for the user to see, not to retry."""
+        return None if process.state is ProcessState.LOADING else process.budget.next_delay(self._loop.time())
+
+    def _give_up_start(self, process: StageProcess, cause: TriptychError, was_loaded: bool) -> None:
+        if self._start_error is None and not self._settled.is_set():
+            self._start_error = cause
+            if isinstance(cause, StageError):
+                when = "after it had loaded" if was_loaded else "while loading"
+                message = f"stage {cause.stage} (process {process.name!r}) failed {when}: {cause}"
+                self._start_error = StageError(message, cause.stage, status=503)
+            self._settled.set()
+
+    def _announce_death(self, process: StageProcess, cause: TriptychError) -> None:
+        self._on_down(process, str(cause))
+        for other in self.processes.values():
+            if other is not process:
+                self.send(other, PeerRestarted(process=process.name))
+
+    async def _run_once(self, process: StageProcess) -> TriptychError:
+        """Spawn the process and wait for its end. Returns why it ended."""
+        stage = process.stages[0]
+        process.fatal = self._loop.create_future()
+        try:
+            child = await asyncio.create_subprocess_exec(
+                *self._command,
+                "--endpoint",
+                self._endpoint,
+                "--process",
+                process.name,
+                stdin=PIPE,  # the lifeline: it ends when this server does
+                process_group=0,  # Ctrl-C in a terminal is for the server alone
+            )
+        except OSError as error:
+            return StageError(f"it cannot be started: {error}", stage, status=503)
+        process.child = child
+        self._set_timer(process, self._deploy.stage_init_timeout_s, self._check_load)
+        if self._stopping.is_set():
+            child.kill()
+        code = await child.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)  # what it has started itself goes with it
+        return await self._cause(process, code)
+
+    async def _cause(self, process: StageProcess, code: int) -> TriptychError:
+        stage = process.stages[0]
+        if process.killed_because is not None:
+            return StageError(process.killed_because, stage, status=503)
+        if code < 0:
+            return StageError(f"it was ended by {signal.Signals(-code).name}", stage, status=503)
+        if process.fatal is not None and code == 1:
+            with contextlib.suppress(TimeoutError):
+                fatal = await asyncio.wait_for(process.fatal, FATAL_S)
+                if fatal.error == CheckpointError.__name__:
+                    return CheckpointError(fatal.message)
+                if fatal.error == ConfigError.__name__:
+                    return ConfigError(fatal.message)
+                return StageError(f"{fatal.error}: {fatal.message}", fatal.stage or stage, status=503)
+        return StageError(f"it exited with status {code}", stage, status=503)
+
+    # --- deadlines ---
+
+    def _set_timer(self, process: StageProcess, seconds: float, check: Callable[[StageProcess], None]) -> None:
+        if process.timer is not None:
+            process.timer.cancel()
+        process.timer = self._loop.call_later(seconds, check, process)
+
+    def _check_load(self, process: StageProcess) -> None:
+        self.kill(process, f"it did not load within stage_init_timeout_s = {self._deploy.stage_init_timeout_s:g}")
+
+    def _check_heartbeat(self, process: StageProcess) -> None:
+        while self._control.drain():
+            continue  # a server that was suspended itself has heartbeats to read first
+        if process.last_heartbeat is None:
+            return
+        limit = self._deploy.heartbeat_timeout_s
+        age = self._loop.time() - process.last_heartbeat
+        if age < limit:
+            self._set_timer(process, limit - age, self._check_heartbeat)
+        else:
+            self.kill(process, f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")

@@ -1,0 +1,273 @@
+"""A stage process: configure, load, then one loop that takes turns between control, connectors and stages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from triptych import log
+from triptych.config.schema import StageKind
+from triptych.connectors import segments
+from triptych.connectors.endpoint import Endpoint
+from triptych.connectors.wire import (
+    Abort,
+    Configure,
+    Fatal,
+    Freed,
+    Grant,
+    Heartbeat,
+    Hello,
+    Loaded,
+    PeerRestarted,
+    Shutdown,
+    SubmitCodec,
+    SubmitSpeech,
+    SubmitText,
+    ToStage,
+    decode_to_stage,
+)
+from triptych.errors import StageError, TriptychError
+from triptych.stages.build import Load, StageLoader
+from triptych.stages.contract import Stage, Submit
+from triptych.stages.lifeline import Lifeline
+from triptych.stages.outbox import SEND_HIGH_WATER_MARK, Outbox
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+CONFIGURE_TIMEOUT_S = 30.0
+ORPHAN_GRACE_S = 2.0  # how long an orphaned process may take to leave by itself
+RECEIVE_HIGH_WATER_MARK = 4096  # a few messages a request; a server that exceeds it takes the process for stuck
+LINGER_MS = 1000  # how long the last messages may take to reach the server
+
+_TARGET: dict[type[Submit], StageKind] = {SubmitText: "thinker", SubmitSpeech: "talker", SubmitCodec: "code2wav"}
+
+
+class Connections(Protocol):
+    """What the loop needs of the connectors' `Endpoint`."""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]: ...
+
+    def pump(self) -> bool: ...
+
+    def reset_peer(self, process: str) -> None: ...
+
+
+class ProcessLoop:
+    """Steps the stages of one process in turn, in one thread, and sleeps in `poll` when none has work.
+
+    Everything that can wake it is in that poll: the control socket, the connectors' socket and the lifeline; its
+    timeout is the next heartbeat. A step that raises ends the loop: `stage` names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        process: str,
+        control: zmq.Socket[bytes],
+        outbox: Outbox,
+        endpoint: Connections,
+        stages: Sequence[Stage],
+        lifeline: Lifeline,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._process = process
+        self._control = control
+        self._outbox = outbox
+        self._endpoint = endpoint
+        self._stages = tuple(stages)
+        self._by_kind = {stage.kind: stage for stage in stages}
+        self._lifeline = lifeline
+        self._clock = clock
+        self._next_heartbeat = clock()
+        self._stopped = False
+        self._poller = zmq.Poller()
+        self._poller.register(endpoint.socket, zmq.POLLIN)
+        self._poller.register(lifeline.fd, zmq.POLLIN)
+        self.stage: StageKind | None = None
+
+    def run(self) -> None:
+        """Return on `Shutdown` or when the server is gone; raise what a stage raised."""
+        while True:
+            self._take_control()
+            if self._stopped or self._lifeline.cut:
+                return
+            self._take_inputs()
+            self._beat()
+            if not self._outbox.flush():
+                self._wait(zmq.POLLIN | zmq.POLLOUT)
+            elif not self._step():
+                self._wait(zmq.POLLIN)
+
+    def _take_control(self) -> None:
+        while not self._stopped:
+            try:
+                frame = self._control.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._dispatch(decode_to_stage(frame))
+
+    def _dispatch(self, message: ToStage) -> None:
+        match message:
+            case SubmitText() | SubmitSpeech() | SubmitCodec():
+                kind = _TARGET[type(message)]
+                if kind not in self._by_kind:
+                    raise StageError(f"process {self._process!r} has no {kind}", kind, message.request_id)
+                self._by_kind[kind].submit(message)
+            case Grant():
+                for stage in self._stages:
+                    stage.grant(message)
+            case Abort(request_id=request_id):
+                for stage in self._stages:
+                    stage.abort(request_id)
+                    self._outbox.send(Freed(request_id=request_id, stage=stage.kind))
+            case PeerRestarted(process=process):
+                self._endpoint.reset_peer(process)
+            case Shutdown():
+                self._stopped = True
+            case Configure():
+                raise StageError(f"process {self._process!r} was configured twice", self._stages[0].kind)
+
+    def _take_inputs(self) -> None:
+        self._endpoint.pump()
+        # Credit flows backwards: what a later stage releases is what an earlier one of this process may be parked on.
+        for stage in reversed(self._stages):
+            self.stage = stage.kind
+            stage.poll_inputs()
+        self.stage = None
+
+    def _step(self) -> bool:
+        stepped = False
+        for stage in self._stages:
+            self.stage = stage.kind
+            if stepped:
+                stage.poll_inputs()  # what the stage before has just handed over
+            if stage.has_work():
+                stage.step()
+                stepped = True
+        self.stage = None
+        return stepped
+
+    def _beat(self) -> None:
+        now = self._clock()
+        if now >= self._next_heartbeat and self._outbox.flush():
+            self._outbox.send(Heartbeat(process=self._process, stages=tuple(stage.stats() for stage in self._stages)))
+            self._next_heartbeat = now + HEARTBEAT_S
+
+    def _wait(self, control_events: int) -> None:
+        self._poller.register(self._control, control_events)
+        seconds = self._next_heartbeat - self._clock()
+        # A heartbeat that cannot be sent must not turn the wait into a spin: POLLOUT wakes it when it can be.
+        if control_events & zmq.POLLOUT:
+            seconds = HEARTBEAT_S
+        self._poller.poll(max(0, int(seconds * 1000) + 1))
+
+
+def run_process(*, endpoint: str, process: str, load: Load, lifeline_fd: int = 0) -> int:
+    """Live as the process `process` of the server at `endpoint`, until told to stop. Returns the exit status.
+
+    An error ends the process with status 1, after a `Fatal` that carries its message and a traceback in the log.
+    """
+    context = zmq.Context()
+    control = context.socket(zmq.DEALER)
+    control.setsockopt(zmq.IDENTITY, f"{process}:{os.getpid()}".encode())
+    control.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
+    control.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
+    control.setsockopt(zmq.LINGER, LINGER_MS)
+    control.connect(endpoint)
+    outbox = Outbox(control)
+    outbox.send(Hello(process=process, pid=os.getpid()))
+    life = _Life(process, control, outbox, Path(endpoint.removeprefix("ipc://")).parent)
+    lifeline = Lifeline(lifeline_fd, grace_s=ORPHAN_GRACE_S, last_resort=life.sweep)
+    try:
+        return life.run(load, lifeline)
+    finally:
+        if lifeline.cut:
+            life.sweep()
+        lifeline.release()
+        control.close()
+        context.term()
+
+
+class _Life:
+    """One process from `Configure` to its end."""
+
+    def __init__(self, process: str, control: zmq.Socket[bytes], outbox: Outbox, run_dir: Path) -> None:
+        self._process = process
+        self._control = control
+        self._outbox = outbox
+        self._run_dir = run_dir
+
+    def run(self, load: Load, lifeline: Lifeline) -> int:
+        configure = self._await_configure()
+        if configure is None:
+            return 1
+        log.configure(configure.log_level, self._process)
+        current: StageLoader | ProcessLoop | None = None
+        endpoint: Endpoint | None = None
+        stages: list[Stage] = []
+        try:
+            started = time.monotonic()
+            endpoint = Endpoint(process=self._process, run_dir=configure.run_dir, peers=configure.peers)
+            current = loader = StageLoader(
+                deploy=configure.deploy,
+                model=configure.model,
+                process=self._process,
+                outbox=self._outbox,
+                endpoint=endpoint,
+            )
+            stages = loader.load(load)
+            self._announce(stages, time.monotonic() - started)
+            current = loop = ProcessLoop(
+                process=self._process,
+                control=self._control,
+                outbox=self._outbox,
+                endpoint=endpoint,
+                stages=stages,
+                lifeline=lifeline,
+            )
+            loop.run()
+        except Exception as error:
+            self._report(error, current.stage if current else None)
+            return 1
+        finally:
+            for stage in reversed(stages):
+                stage.close()
+            if endpoint is not None:
+                endpoint.close()
+        return 0
+
+    def sweep(self) -> None:
+        """The server is gone and cannot tidy up: remove the shared memory and the folder of this run."""
+        segments.sweep(self._run_dir.name.removeprefix("triptych-"))
+        shutil.rmtree(self._run_dir, ignore_errors=True)  # the other processes of this run do the same
+
+    def _await_configure(self) -> Configure | None:
+        if not self._control.poll(int(CONFIGURE_TIMEOUT_S * 1000)):
+            logger.error("process %s got no configuration within %.0f s", self._process, CONFIGURE_TIMEOUT_S)
+            return None
+        message = decode_to_stage(self._control.recv())
+        return message if isinstance(message, Configure) else None
+
+    def _announce(self, stages: Sequence[Stage], seconds: float) -> None:
+        blocks = {stage.kind: stage.stats().kv_blocks_total for stage in stages}
+        summary = tuple(
+            f"{kind} is loaded" + (f", {count} KV blocks" if count else "") for kind, count in blocks.items()
+        )
+        self._outbox.send(Loaded(process=self._process, seconds=seconds, summary=summary))
+
+    def _report(self, error: Exception, stage: StageKind | None) -> None:
+        if isinstance(error, TriptychError):
+            logger.error("%s", error)
+        else:
+            logger.exception("process %s failed in %s", self._process, stage or "its loop")
+        message = str(error) or repr(error)
+        self._outbox.send(Fatal(process=self._process, message=message, error=type(error).__name__, stage=stage))
