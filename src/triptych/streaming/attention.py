@@ -23,9 +23,7 @@ class WindowGeometry:
     visible: Tensor
 
 
-def window_geometry(
-    x: Tensor, inverse_frequencies: Tensor, window: int, chunk: StreamChunk | None
-) -> WindowGeometry:
+def window_geometry(x: Tensor, inverse_frequencies: Tensor, window: int, chunk: StreamChunk | None) -> WindowGeometry:
     """Geometry for x [B, T, C]. Positions count frames since the stream's start, without an upper bound.
 
     A query at position p sees the keys at p - window + 1 .. p. A steady chunk has `window - 1` keys before its own; in

@@ -22,7 +22,7 @@ class CausalConv1d(StreamingLayer):
         self, in_channels: int, out_channels: int, kernel_size: int, *, dilation: int = 1, groups: int = 1
     ) -> None:
         super().__init__()
-        self.weight = _tap_major(kernel_size, out_channels, in_channels // groups)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size))
         self.bias = nn.Parameter(torch.empty(out_channels))
         if groups not in (1, in_channels) or (groups > 1 and out_channels != in_channels):
             raise ValueError(f"groups must be 1 or in_channels = out_channels, not {groups}")
@@ -32,8 +32,11 @@ class CausalConv1d(StreamingLayer):
         self.history_shape = (in_channels, self.reach)
 
     def prepare(self) -> None:
-        """Look up once what a step on CPU multiplies with: a [1, C_out, C_in] matrix per tap, or [C, 1] if depthwise."""
-        taps = self.weight.permute(2, 0, 1)
+        """Lay the weight out as a step on CPU multiplies it: a tap is a [1, C_out, C_in] matrix, or [C, 1] if depthwise."""
+        if self.weight.device.type != "cpu":
+            return
+        taps = self.weight.permute(2, 0, 1).contiguous()
+        self.weight = nn.Parameter(taps.permute(1, 2, 0), requires_grad=False)  # the same memory: nothing is held twice
         self._taps = (taps if self.groups > 1 else taps.unsqueeze(1)).unbind(0)
         self._bias = self.bias[:, None]
 
@@ -88,7 +91,7 @@ class PointwiseConv1d(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_channels))
 
     def prepare(self) -> None:
-        """Look up the [1, C_out, C_in] matrix once."""
+        """Look up the [1, C_out, C_in] matrix once instead of at every step."""
         self._matrix = self.weight.permute(2, 0, 1)
         self._bias = self.bias[:, None]
 
@@ -112,17 +115,20 @@ class TransposedConv1d(StreamingLayer):
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, *, taps: int) -> None:
         super().__init__()
-        self.weight = _tap_major(taps * stride, in_channels, out_channels, transposed=True)
+        self.weight = nn.Parameter(torch.empty(in_channels, out_channels, taps * stride))
         self.bias = nn.Parameter(torch.empty(out_channels))
         self.stride = stride
         self.reach = taps - 1
         self.history_shape = (in_channels, self.reach)
 
     def prepare(self) -> None:
-        """Look up once what a step on CPU multiplies with: per tap, one matrix [1, stride * C_out, C_in]."""
+        """Lay the weight out as a step on CPU multiplies it: one [1, stride * C_out, C_in] matrix a tap."""
+        if self.weight.device.type != "cpu":
+            return
         in_channels, out_channels, _ = self.weight.shape
-        shape = (self.reach + 1, 1, self.stride * out_channels, in_channels)
-        self._phases = self.weight.permute(2, 1, 0).reshape(shape).unbind(0)
+        phases = self.weight.permute(2, 1, 0).contiguous()
+        self.weight = nn.Parameter(phases.permute(2, 1, 0), requires_grad=False)  # the same memory
+        self._phases = phases.view(self.reach + 1, 1, self.stride * out_channels, in_channels).unbind(0)
         self._bias = self.bias.repeat(self.stride)[:, None]
 
     def forward(self, x: Tensor, chunk: StreamChunk | None) -> Tensor:
@@ -142,10 +148,3 @@ class TransposedConv1d(StreamingLayer):
             out = torch.baddbmm(out, phase, shifted) if index == 0 else out.baddbmm_(phase, shifted)
         out = out.view(batch, self.stride, -1, length).permute(0, 2, 3, 1)
         return out.reshape(batch, -1, length * self.stride)
-
-
-def _tap_major(kernel_size: int, rows: int, columns: int, *, transposed: bool = False) -> nn.Parameter:
-    """An empty weight [rows, columns, kernel_size] in memory whose every tap is one contiguous [C_out, C_in] matrix."""
-    if transposed:
-        return nn.Parameter(torch.empty(kernel_size, columns, rows).permute(2, 1, 0))
-    return nn.Parameter(torch.empty(kernel_size, rows, columns).permute(1, 2, 0))

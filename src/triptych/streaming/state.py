@@ -7,7 +7,6 @@ it will need again (its *history*); it joins history and chunk, computes, and ke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,7 +34,7 @@ class StreamState:
         self._histories: dict[StreamingLayer, Tensor] = {
             layer: torch.zeros(num_slots + 1, *layer.history_shape, device=device, dtype=dtype)
             for layer in model.modules()
-            if isinstance(layer, StreamingLayer) and math.prod(layer.history_shape)
+            if isinstance(layer, StreamingLayer) and 0 not in layer.history_shape
         }
 
     @property

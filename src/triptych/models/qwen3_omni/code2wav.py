@@ -28,10 +28,15 @@ CONVNEXT_EXPANSION = 4
 
 
 class Code2Wav(nn.Module):
-    """The vocoder. Call `prepare` once after the weights are in.
+    """The vocoder. Build it anywhere (the meta device too), load it, then call `prepare`.
 
-    Raises CheckpointError when the config has no sensible streams (a first frame that gives no sample at all).
+    Raises CheckpointError when the config allows no streams: a first frame must give a sample, and the decoder's
+    width must halve once per upsampling rate.
     """
+
+    prefixes = ("code2wav.",)
+    code_offset: Tensor
+    inverse_frequencies: Tensor
 
     def __init__(self, config: Code2WavConfig) -> None:
         super().__init__()
@@ -41,23 +46,20 @@ class Code2Wav(nn.Module):
                 f"code2wav_config: upsampling_ratios {config.upsampling_ratios} and upsample_rates "
                 f"{config.upsample_rates} leave no samples of a first frame"
             )
+        if config.decoder_dim % 2 ** len(config.upsample_rates):
+            raise CheckpointError(
+                f"code2wav_config: decoder_dim {config.decoder_dim} cannot be halved {len(config.upsample_rates)} times"
+            )
         hidden = config.hidden_size
-        self.code_embedding = nn.Embedding(config.codebook_size * config.num_quantizers, hidden)
-        self.code_offset = nn.Buffer(
-            torch.arange(config.num_quantizers)[:, None] * config.codebook_size, persistent=False
-        )
+        self.code_embedding = nn.Parameter(torch.empty(config.codebook_size * config.num_quantizers, hidden))
         self.layers = nn.ModuleList(TransformerLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.empty(hidden))
-        self.inverse_frequencies = nn.Buffer(
-            1.0 / config.rope_theta ** (torch.arange(0, config.head_dim, 2).float() / config.head_dim),
-            persistent=False,
-        )
         self.upsample = nn.ModuleList(UpsampleBlock(hidden, factor) for factor in config.upsampling_ratios)
         self.conv_in = CausalConv1d(hidden, config.decoder_dim, KERNEL_SIZE)
         widths = [config.decoder_dim // 2**index for index in range(len(config.upsample_rates) + 1)]
         self.blocks = nn.ModuleList(
             DecoderBlock(width, half, rate)
-            for width, half, rate in zip(widths, widths[1:], config.upsample_rates, strict=False)
+            for width, half, rate in zip(widths[:-1], widths[1:], config.upsample_rates, strict=True)
         )
         self.snake_out = SnakeBeta(widths[-1])
         self.conv_out = CausalConv1d(widths[-1], 1, KERNEL_SIZE)
@@ -77,6 +79,10 @@ class Code2Wav(nn.Module):
 
     def prepare(self) -> None:
         """Compute what the loaded weights imply once and for all. Call again when they change."""
+        config, device = self.config, self.norm.device
+        self.code_offset = torch.arange(config.num_quantizers, device=device)[:, None] * config.codebook_size
+        exponents = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+        self.inverse_frequencies = 1.0 / config.rope_theta**exponents
         for module in self.modules():
             if isinstance(module, SnakeBeta | CausalConv1d | PointwiseConv1d | TransposedConv1d):
                 module.prepare()
@@ -94,7 +100,7 @@ class Code2Wav(nn.Module):
             if slots is None:
                 raise ValueError("a streaming call needs the slot of each row")
             chunk = state.chunk(slots, first=first)
-        x = F.embedding(codes + self.code_offset, self.code_embedding.weight).mean(1)
+        x = F.embedding(codes + self.code_offset, self.code_embedding).mean(1)
         geometry = window_geometry(x, self.inverse_frequencies, self.config.sliding_window, chunk)
         for layer in self.layers:
             x = layer(x, geometry, chunk)
@@ -112,7 +118,7 @@ class Code2Wav(nn.Module):
     def placements(self, layout: Layout) -> Iterator[Placement]:
         """Where each tensor of the checkpoint goes. Vocoders have no experts, so the layout makes no difference."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
-        yield from _placed("code2wav.code_embedding", "code_embedding", ("weight",), shapes)
+        yield Placement("code2wav.code_embedding.weight", "code_embedding", shapes["code_embedding"])
         yield Placement("code2wav.pre_transformer.norm.weight", "norm", shapes["norm"])
         for index in range(len(self.layers)):
             yield from self._layer_placements(f"code2wav.pre_transformer.layers.{index}", f"layers.{index}", shapes)
@@ -136,9 +142,7 @@ class Code2Wav(nn.Module):
         yield from _placed(f"code2wav.decoder.{last}", "snake_out", ("alpha", "beta"), shapes)
         yield from _placed(f"code2wav.decoder.{last + 1}.conv", "conv_out", ("weight", "bias"), shapes)
 
-    def _layer_placements(
-        self, source: str, target: str, shapes: dict[str, tuple[int, ...]]
-    ) -> Iterator[Placement]:
+    def _layer_placements(self, source: str, target: str, shapes: dict[str, tuple[int, ...]]) -> Iterator[Placement]:
         config = self.config
         hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
         key = config.num_key_value_heads * config.head_dim
