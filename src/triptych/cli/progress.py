@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from triptych.config.units import format_bytes
-from triptych.connectors.wire import LoadProgress
+from triptych.connectors.wire import Loaded, LoadProgress
 
 logger = logging.getLogger(__name__)
 
 
 class LoadDisplay:
-    """Called with each LoadProgress while it is open. Off a terminal, a stage is logged when it begins and ends."""
+    """Called with what the pipeline says while it loads. Off a terminal, a stage is logged when it begins; the log of
+    the pipeline says the rest."""
 
     def __init__(self) -> None:
         self._bars = (
@@ -26,7 +27,6 @@ class LoadDisplay:
             else None
         )
         self._tasks: dict[str, TaskID] = {}
-        self._finished: set[str] = set()
 
     def __enter__(self) -> Self:
         if self._bars is not None:
@@ -39,15 +39,15 @@ class LoadDisplay:
         if self._bars is not None:
             self._bars.stop()
 
-    def __call__(self, progress: LoadProgress) -> None:
+    def __call__(self, progress: LoadProgress | Loaded) -> None:
+        if isinstance(progress, Loaded):
+            return
         stage, done, total = progress.stage, progress.done, progress.total
+        known = stage in self._tasks
         if self._bars is not None:
-            if stage not in self._tasks:
+            if not known:
                 self._tasks[stage] = self._bars.add_task(stage, total=total)
             self._bars.update(self._tasks[stage], completed=done, total=total)
-        elif stage not in self._tasks:
+        elif not known:
             self._tasks[stage] = TaskID(0)
             logger.info("loading %s: %s of weights", stage, format_bytes(total))
-        if self._bars is None and done >= total and stage not in self._finished:
-            self._finished.add(stage)
-            logger.info("%s has its weights", stage)

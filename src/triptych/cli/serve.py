@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,8 +25,8 @@ from triptych.cli.options import (
 from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
-    from triptych.connectors.wire import LoadProgress
     from triptych.pipeline.launch import LaunchPlan
+    from triptych.pipeline.supervisor import Progress
 
 GRACE_S = 5  # how long answers under way may go on after a stop
 
@@ -106,7 +106,7 @@ async def serving(
     model_name: str,
     api_key: str | None,
     log_level: str,
-    on_progress: Callable[[LoadProgress], None],
+    on_progress: Progress,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests."""
     import uvicorn

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,13 +16,13 @@ from numpy.typing import NDArray
 
 from triptych import log
 from triptych.config.platform import Platform
-from triptych.connectors.wire import LoadProgress
 from triptych.errors import RequestError, TriptychError
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.launch import plan
 from triptych.pipeline.orchestrator import Orchestrator
 from triptych.pipeline.prepare import prepare
 from triptych.pipeline.request import AudioDelta, Done, GenerationRequest, TextDelta
+from triptych.pipeline.supervisor import Progress
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]  # a user's words, or a whole conversation
@@ -65,7 +64,7 @@ class Omni:
         stage_overrides: Mapping[str, Mapping[str, Any]] | None = None,
         text_only: bool = False,
         log_level: str = "warning",
-        on_progress: Callable[[LoadProgress], None] | None = None,
+        on_progress: Progress | None = None,
     ) -> None:
         log.configure(log_level)
         self._plan = plan(
@@ -214,7 +213,7 @@ class _Collected:
         self._done: Done | None = None
 
     async def run(self, orchestrator: Orchestrator, request: GenerationRequest) -> None:
-        async with contextlib.aclosing(orchestrator.submit(request)) as events:
+        async with orchestrator.submit(request) as events:
             async for event in events:
                 match event:
                     case TextDelta():
