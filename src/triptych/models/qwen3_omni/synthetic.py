@@ -32,25 +32,38 @@ _ANCHOR = 6.0  # channel 0 of the residual stream, the same at every position of
 _ANCHOR_RMS = 1.85  # of the whole stream before the final norm, measured: the norm divides the anchor by it
 
 
-def make_checkpoint(folder: Path, size: Size, seed: int = 0, shards: int = 1, layout: Layout = "per_expert") -> Path:
+def make_checkpoint(
+    folder: Path,
+    size: Size,
+    seed: int = 0,
+    shards: int = 1,
+    layout: Layout = "per_expert",
+    force: bool = False,
+) -> Path:
     """Write a checkpoint to `folder` and return it: complete, or not at all.
 
-    A folder that this function made before is replaced. Raises CheckpointError when `folder` holds anything else, or
-    cannot be written, and ValueError when `shards` is not between 1 and 100.
+    A folder that this function made before is replaced; `force` replaces any folder. Raises CheckpointError when
+    `folder` holds anything else or cannot be written, and ValueError when `shards` is not between 1 and 100.
     """
     if not 1 <= shards <= 100:
         raise ValueError(f"shards is {shards}; it must be between 1 and 100")
-    if folder.exists() and not is_replaceable(folder):
-        raise CheckpointError(f"{folder} is not empty and was not made by this command; choose another folder")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, not a folder")
+    if folder.exists() and not force and not _is_replaceable(folder):
+        raise CheckpointError(
+            f"{folder} is not empty and holds no checkpoint made here; name another folder, or use --force to delete it"
+        )
     staging = _stage(folder, size, seed, shards, layout)
+    retired = folder.with_name(f".{folder.name}.{uuid4().hex}.old")
     try:
         if folder.exists():
-            retired = folder.with_name(f".{folder.name}.{uuid4().hex}.old")
             folder.rename(retired)
-            shutil.rmtree(retired)
         staging.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot put a checkpoint at {folder}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(retired, ignore_errors=True)
     return folder
 
 
@@ -73,9 +86,9 @@ def cached_checkpoint(size: Size) -> Path:
     return folder
 
 
-def is_replaceable(folder: Path) -> bool:
-    """Whether `folder` may be written over: an empty folder, or one that `make_checkpoint` made."""
-    return folder.is_dir() and ((folder / MARKER).exists() or not any(folder.iterdir()))
+def _is_replaceable(folder: Path) -> bool:
+    """Whether `folder` may be written over: an empty one, or one that `make_checkpoint` made."""
+    return (folder / MARKER).exists() or not any(folder.iterdir())
 
 
 def _stage(folder: Path, size: Size, seed: int, shards: int, layout: Layout) -> Path:
