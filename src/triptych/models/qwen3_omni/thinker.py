@@ -17,7 +17,7 @@ from triptych.models.qwen3_omni.config import OmniConfig
 class Thinker(nn.Module):
     """Embedding, decoder stack, head. Build it on the meta device, load it, then call `prepare`."""
 
-    prefixes = ("thinker.",)
+    prefixes: tuple[str, ...] = ("thinker.model.", "thinker.lm_head.")  # the encoders load apart
 
     def __init__(self, config: OmniConfig) -> None:
         super().__init__()
