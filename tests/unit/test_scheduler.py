@@ -161,13 +161,30 @@ def test_one_row_pieces_stand_before_longer_ones_whoever_came_first() -> None:
     assert batch.num_tokens == 2
 
 
-def test_a_prefill_that_lacks_budget_is_not_overtaken_by_a_shorter_one() -> None:
-    engine = scheduler(max_num_batched_tokens=11, prefill_alignment=8)
+def test_a_new_prefill_that_lacks_budget_is_not_overtaken_by_a_shorter_one() -> None:
+    engine = scheduler(max_num_batched_tokens=13, prefill_alignment=8)
     for name, prompt in (("a", 3), ("b", 20), ("c", 2)):
         engine.add(text(name, prompt))
     assert step(engine) == [("a", 0, 3, True), ("b", 0, 8, False)]
-    assert step(engine) == [("a", 3, 4, True), ("b", 8, 16, False)]
-    assert step(engine) == [("a", 4, 5, True), ("b", 16, 20, True), ("c", 0, 2, True)]
+    assert step(engine) == [("a", 3, 4, True), ("b", 8, 20, True)]
+    assert step(engine) == [("a", 4, 5, True), ("b", 20, 21, True), ("c", 0, 2, True)]
+
+
+def test_a_running_prefill_that_lacks_budget_is_not_overtaken_by_a_shorter_one() -> None:
+    engine = scheduler(max_num_batched_tokens=13, prefill_alignment=8)
+    long, short = text("long", 32), text("short", 11)
+    for request in (long, short):
+        request.num_tokens = 8
+        engine.add(request)
+    step(engine)
+    step(engine)
+    for request in (long, short):
+        while request.num_tokens < request.num_prompt_tokens:
+            engine.extend(request)
+    engine.add(text("new", 2))
+    assert step(engine) == [("long", 8, 16, False)]
+    assert step(engine) == [("long", 16, 24, False)]
+    assert step(engine) == [("long", 24, 32, True), ("short", 8, 11, True), ("new", 0, 2, True)]
 
 
 # -- rows that are not there yet ---------------------------------------------------------------------------------------
@@ -494,6 +511,48 @@ def test_when_nothing_else_can_run_parked_requests_yield_their_blocks() -> None:
     assert batch.preempted == (slow,)
 
 
+def test_parked_requests_keep_their_blocks_while_others_run() -> None:
+    engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=5)
+    slow = text("slow", 7)
+    engine.add(slow)
+    engine.add(text("b", 4))
+    step(engine)
+    engine.park("slow")
+    engine.add(text("c", 4))
+    assert step(engine) == [("b", 4, 5, True)]
+    assert slow.num_preemptions == 0
+
+
+def test_blocks_hit_in_a_parked_request_are_not_counted_twice() -> None:
+    engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=5, enable_prefix_caching=True)
+    slow, idle = text("slow", 7, first_token=0), text("idle", 6)
+    engine.add(slow)
+    engine.add(idle)
+    step(engine, extend=False)  # two blocks each
+    engine.park("slow")
+    engine.add(text("b", 9, first_token=0))  # three blocks, one of them a hit in `slow`: without `slow` two are free
+    assert not engine.has_work()
+    assert engine.schedule() is None
+    engine.abort("idle")
+    assert step(engine) == [("b", 4, 9, True)]
+    assert slow.num_preemptions == 0
+
+
+def test_a_new_request_does_not_take_the_blocks_that_a_running_one_waits_for() -> None:
+    engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=5)
+    older, late = text("older", 5), text("late", 12)
+    late.num_tokens = 3
+    engine.add(older)
+    engine.add(late)
+    step(engine)
+    while late.num_tokens < 12:
+        engine.extend(late)
+    engine.add(text("new", 1))
+    assert step(engine) == [("older", 5, 6, True)]  # `late` needs two blocks and one is free: `new` must not take it
+    engine.abort("older")
+    assert step(engine) == [("new", 0, 1, True), ("late", 3, 12, True)]
+
+
 def test_an_idle_request_keeps_its_blocks_from_one_that_waits() -> None:
     engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=5)
     idle = text("idle", 12)
@@ -566,6 +625,21 @@ def test_a_preempted_request_comes_back_on_its_own_cached_rows() -> None:
     (row,) = step(engine)
     assert row == ("newer", 8, newer.num_tokens - 1, True)
     assert newer.num_cached_tokens == 0  # its prompt was computed cold
+
+
+def test_a_preempted_request_whose_rows_were_forgotten_registers_them_again() -> None:
+    engine = scheduler(max_num_seqs=2, max_model_len=16, num_blocks=5, enable_prefix_caching=True)
+    older, newer = text("older", 7), text("newer", 7, first_token=0)
+    engine.add(older)
+    engine.add(newer)
+    while older.num_tokens < 16:
+        step(engine)
+    step(engine, extend=False)  # `older` has every block
+    engine.finish(older, FinishReason.LENGTH)
+    assert step(engine)[0][:2] == ("newer", 0)
+    engine.abort("newer")
+    engine.add(text("c", 7, first_token=0))
+    assert step(engine) == [("c", 4, 7, True)]
 
 
 def test_shared_blocks_are_not_counted_against_an_admission() -> None:

@@ -215,7 +215,8 @@ class Scheduler:
         singles: list[ScheduledRow] = []
         pieces: list[ScheduledRow] = []
         preempted: list[EngineRequest] = []
-        budget = self.config.max_num_batched_tokens - num_single  # for everything but the single rows
+        # For everything but the single rows. A piece that is cut ends it, or a shorter one behind would overtake.
+        budget = self.config.max_num_batched_tokens - num_single
         admits = True
         for request, end in active:
             if request.status is not RequestStatus.RUNNING:
@@ -224,7 +225,6 @@ class Scheduler:
             if end > start + 1:
                 whole, end = end, self._cut(start, end, budget)
                 budget = budget - (end - start) if end == whole else 0
-                admits &= end == whole
                 if end == start:
                     continue
             if not self._grow(request, end, preempted):
@@ -358,13 +358,9 @@ class Scheduler:
         """Whether all known rows and one more have blocks, with those that only the `yielding` requests hold."""
         freed = self.pool.freed_by([other.block_ids for other in yielding]) if yielding else ()
         # A hit on a block that nobody holds takes that block off the free list.
-        num_new = self._blocks_to_admit(request) - sum(
-            not self.pool.is_free(block_id) and block_id not in freed for block_id in hits
-        )
-        return num_new <= self.pool.num_free + len(freed)
-
-    def _blocks_to_admit(self, request: EngineRequest) -> int:
-        return self.pool.blocks_for(min(request.num_tokens + 1, self.config.max_model_len))
+        num_held = sum(not self.pool.is_free(block_id) and block_id not in freed for block_id in hits)
+        num_needed = self.pool.blocks_for(min(request.num_tokens + 1, self.config.max_model_len))
+        return num_needed - num_held <= self.pool.num_free + len(freed)
 
     def _start(self, request: EngineRequest, hits: list[int]) -> None:
         """WAITING -> RUNNING, with blocks for every known row, so that a prefill never waits half done."""
@@ -384,7 +380,6 @@ class Scheduler:
     def _release_blocks(self, request: EngineRequest) -> None:
         self.pool.free(request.block_ids)
         request.block_ids = []
-        request.num_cached_blocks = 0
 
     @staticmethod
     def _remove(requests: list[EngineRequest], request: EngineRequest) -> None:
