@@ -23,8 +23,9 @@ _Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`rows` are packed in this order, decode rows first, and padded to `num_rows`; `sampling` names those whose output is drawn from.
+    """`rows` are packed in this order, decode rows first, and padded to `num_rows`.
 
+    `sampling` names the rows whose output is drawn from.
     `positions` [3, num_rows] for M-RoPE; `sample_rows` [padded] indexes the packed rows, its own padding included.
     """
 

@@ -19,6 +19,7 @@ CODEBOOK0 = 1
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))  # what each round adds to the key
 _LOW = np.uint64(0xFFFFFFFF)
+_NONE = np.iinfo(np.int64).min  # no block: not even that of a negative position
 _32 = np.uint64(32)
 _ROUNDS = np.arange(10, dtype=np.uint64)
 
@@ -84,13 +85,13 @@ class UniformBlocks:
         self._streams = np.asarray(streams, dtype=np.uint64)
         self._length = length
         self._seeds = np.zeros(num_slots, dtype=np.uint64)
-        self._block = np.full(num_slots, -1, dtype=np.int64)  # which block of positions a slot holds; -1: none yet
+        self._block = np.full(num_slots, _NONE, dtype=np.int64)  # which block of positions a slot holds
         self._values = np.empty((num_slots, length, len(streams)), dtype=np.float64)
 
     def admit(self, slot: int, seed: int) -> None:
         """Give `slot` to a request with this seed."""
         self._seeds[slot] = seed_bits(seed)
-        self._block[slot] = -1
+        self._block[slot] = _NONE
 
     def take(self, slots: Sequence[int], positions: Sequence[int]) -> Uniforms:
         """[B, number of streams]: the numbers of slots[i] at positions[i]. A slot comes at most once in a call.

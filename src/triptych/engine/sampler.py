@@ -91,7 +91,7 @@ def _keep(weights: Tensor, cut: Tensor) -> None:
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first token of each row whose cumulative weight exceeds uniforms [B, 1] of the total."""
     if weights.device.type == "cpu" and len(weights) > 1 and weights.numel() > _CACHED:
-        return torch.cat([_invert(*row) for row in zip(weights.split(1), uniforms.split(1), strict=True)])
+        return torch.cat([_invert(weights[i : i + 1], uniforms[i : i + 1]) for i in range(len(weights))])
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     # Of the total less one unit: then a uniform rounded up to 1 still finds the last token that has weight.
     target = (cumulative[:, -1:] - 1.0) * uniforms

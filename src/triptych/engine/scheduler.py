@@ -259,9 +259,10 @@ class Scheduler:
         end = request.num_tokens
         if end <= start or request.parked:
             return 0
-        if end < request.num_prompt_tokens:  # the rest of the prompt has not arrived: a cut like one of the budget
-            end -= end % self.config.prefill_alignment
         single_from = request.single_from
+        # The rest of the prompt has not arrived: a cut like one of the budget, unless a piece always ends there.
+        if end < request.num_prompt_tokens and end != single_from:
+            end -= end % self.config.prefill_alignment
         if single_from is not None and end > single_from:
             end = single_from if start < single_from else start + 1
         return end if end > start else 0

@@ -86,6 +86,9 @@ class TalkerStage:
         try:
             rows = SpeechRows(message, self.config, self.model, single=self.batch_invariant)
             room = self.scheduler.config.max_model_len - rows.engine.num_prompt_tokens
+            vocab = self.model.config.vocab_size
+            if outside := [token for token in message.params.logit_bias if not 0 <= token < vocab]:
+                raise TriptychError(f"token id {outside[0]} is not in the Talker's vocabulary, 0 to {vocab - 1}")
             if room < 1:
                 limit = self.scheduler.config.max_model_len
                 raise TriptychError(f"the prompt takes {rows.engine.num_prompt_tokens} rows, the Talker has {limit}")
@@ -215,7 +218,8 @@ class TalkerStage:
             return torch.where(greedy, logits.argmax(dim=-1), codes) if any_greedy else codes
 
         codes = self.model.residual_codes(hidden, padded, draw)
-        return torch.cat((padded.unsqueeze(1), codes), dim=1)[: len(requests)].tolist()  # type: ignore[no-any-return]
+        frames: list[list[int]] = torch.cat((padded.unsqueeze(1), codes), dim=1)[: len(requests)].tolist()
+        return frames
 
     def _take(self, speech: SpeechRows, frame: list[int]) -> None:
         """One drawn frame of one request: on to Code2Wav, or the end."""

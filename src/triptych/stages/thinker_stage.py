@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from triptych.engine.request import EngineRequest, FinishReason
 from triptych.engine.sampler import Sampler
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.config import load_config
-from triptych.models.qwen3_omni.processor import load_tokenizer
+from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.thinker import Thinker
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
@@ -82,7 +81,7 @@ class ThinkerStage:
         return cls(
             model=model,
             setup=set_up_decoder(context.config, checkpoint.thinker, device, dtype),
-            tokenizer=load_tokenizer(Path(context.model)),
+            tokenizer=Processor(context.model).tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             outbox=context.outbox,
             handoffs=Handoffs(sender, "token_ids", async_chunk=context.deploy.async_chunk) if sender else None,
@@ -105,6 +104,9 @@ class ThinkerStage:
             if room < 1:
                 limit = self.scheduler.config.max_model_len
                 raise TriptychError(f"the prompt has {len(prompt)} tokens, the Thinker's context {limit}")
+            vocab = self.model.config.vocab_size
+            if outside := [token for token in (*prompt, *message.params.logit_bias) if not 0 <= token < vocab]:
+                raise TriptychError(f"token id {outside[0]} is not in the Thinker's vocabulary, 0 to {vocab - 1}")
             if message.speak and self.handoffs is None:
                 raise TriptychError("speech was asked for, but this deployment has no Talker")
             self.scheduler.add(request)
@@ -197,8 +199,9 @@ class ThinkerStage:
             if index in bad:
                 self._fail(request, "the model gave no finite logits")
                 continue
-            logprobs = sampled.logprobs[index] if sampled.logprobs else None
-            self._take(request, token, logprobs)
+            found = sampled.logprobs[index] if sampled.logprobs else None
+            logprob = TokenLogprob(token_id=token, logprob=found.logprob, top=found.top) if found else None
+            self._take(request, token, logprob)
 
     def _take(self, request: _TextRequest, token: int, logprob: TokenLogprob | None) -> None:
         """One new token of one request: its text, its end, its way to the Talker."""

@@ -47,7 +47,7 @@ class Talker(nn.Module):
     and drops what is needed no more. Raises CheckpointError where the checkpoint has no Talker.
     """
 
-    prefixes = ("talker.", "thinker.model.embed_tokens.")
+    prefixes: tuple[str, ...] = ("talker.", "thinker.model.embed_tokens.")
 
     def __init__(self, config: OmniConfig) -> None:
         super().__init__()

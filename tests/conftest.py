@@ -1,0 +1,33 @@
+"""Fixtures shared by the suite: one tiny checkpoint, and Transformers' view of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from triptych.models.qwen3_omni.synthetic import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def single_thread() -> Iterator[None]:
+    """The suite shares its cores with the servers it starts."""
+    torch.set_num_threads(1)
+    yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random checkpoint in the published layout."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "tiny")
+
+
+@pytest.fixture(scope="session")
+def hf_tiny(tiny: Path) -> Any:
+    """The same checkpoint in Transformers, float32."""
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32).eval()

@@ -1,0 +1,121 @@
+"""A row's bits do not depend on the rows beside it: the arithmetic that reproducible speech rests on.
+
+Each layer is run on whole tiles cut from a larger batch, and on single rows repeated to one tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triptych.layers.attention import PagedAttention, PagedMetadata
+from triptych.layers.linear import ROW_TILE, GatedMLP
+from triptych.layers.moe import SparseMoE
+from triptych.layers.norm import RMSNorm
+from triptych.layers.rotary import Rotary, rotate
+
+ROWS = 64
+
+
+def assert_invariant(layer: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    with torch.inference_mode():
+        whole = layer(x)
+        for size in (ROW_TILE, 2 * ROW_TILE, 5 * ROW_TILE, 32):
+            pieces = torch.cat([layer(x[start : start + size]) for start in range(0, ROWS - ROWS % size, size)])
+            assert torch.equal(whole[: pieces.shape[0]], pieces), f"tiles of {size} rows differ"
+        single = torch.cat([layer(x[row : row + 1].repeat(ROW_TILE, 1))[:1] for row in range(ROWS)])
+        assert torch.equal(whole, single), "single rows differ"
+
+
+def randomise(module: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(64, 48), (256, 128), (512, 128), (3072, 128), (4160, 256), (512, 1024)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs).to(dtype)
+    assert_invariant(lambda x: F.linear(x, weight), torch.randn(ROWS, inputs).to(dtype))
+
+
+@pytest.mark.parametrize("width", [48, 64, 128, 256])
+def test_norm(width: int) -> None:
+    norm = RMSNorm(width, 1e-6)
+    torch.nn.init.normal_(norm.weight)
+    norm.prepare()
+    assert_invariant(norm, torch.randn(ROWS, width))
+    x = torch.randn(ROWS, width)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (width,), norm.weight, 1e-6))
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (128, 256)])
+def test_gated_mlp(hidden: int, width: int) -> None:
+    assert_invariant(randomise(GatedMLP(hidden, width)), torch.randn(ROWS, hidden))
+
+
+@pytest.mark.parametrize(
+    ("hidden", "experts", "top_k", "width", "shared"), [(64, 4, 2, 32, 0), (128, 8, 2, 64, 128), (64, 32, 6, 16, 32)]
+)
+def test_mixture_of_experts(hidden: int, experts: int, top_k: int, width: int, shared: int) -> None:
+    moe = SparseMoE(
+        hidden=hidden,
+        num_experts=experts,
+        top_k=top_k,
+        intermediate=width,
+        norm_topk_prob=True,
+        shared_intermediate=shared,
+    )
+    assert_invariant(randomise(moe), torch.randn(ROWS, hidden))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_rotary(head_dim: int) -> None:
+    rotary = Rotary(head_dim, 1e6, (head_dim // 4, head_dim // 8, head_dim // 8))
+    heads = torch.randn(ROWS, 3, head_dim)
+
+    def turn(columns: Tensor) -> Tensor:
+        index = columns[:, 0].long()
+        cos, sin = rotary(index.expand(3, -1), torch.float32)
+        return rotate(heads[index], cos, sin).flatten(1)
+
+    assert_invariant(turn, torch.arange(ROWS).float().unsqueeze(1))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (2, 1, 64)])
+def test_decode_attention(heads: int, kv_heads: int, dim: int) -> None:
+    """A sequence attends alike alone and beside longer ones, whose length pads its keys."""
+    torch.manual_seed(0)
+    block, longest = 16, 300
+    lengths = torch.randint(1, longest, (ROWS,))
+    blocks = -(-longest // block)
+    cache = torch.randn(ROWS * blocks + 1, block, 2 * kv_heads, dim)
+    q, k, v = torch.randn(ROWS, heads, dim), torch.randn(ROWS, kv_heads, dim), torch.randn(ROWS, kv_heads, dim)
+
+    def attend(rows: list[int]) -> Tensor:
+        index = torch.tensor(rows)
+        width = -(-int(lengths[index].max()) // block)
+        table = torch.stack([1 + row * blocks + torch.arange(width) for row in rows])
+        last = lengths[index] - 1
+        metadata = PagedMetadata(
+            slots=(1 + index * blocks + last // block) * block + last % block,
+            num_decodes=len(rows),
+            decode_blocks=table.flatten(),
+            decode_mask=(torch.arange(width * block) < lengths[index].unsqueeze(1))[:, None, None, :],
+            pieces=(),
+        )
+        return PagedAttention(cache.clone(), kv_heads, metadata)(q[index], k[index], v[index])
+
+    with torch.inference_mode():
+        whole = attend(list(range(ROWS)))
+        for row in range(ROWS):
+            assert torch.equal(whole[row], attend([row])[0])

@@ -1,0 +1,156 @@
+"""The engine's theorems on real tiny stages: what must not depend on timing, batch or memory does not, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stage_bench import Bench, Reply
+from triptych.config.sampling import SamplingParams
+
+SAMPLED = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05, max_tokens=24, seed=11)
+TEXT = SamplingParams(temperature=1.0, max_tokens=16, seed=11, ignore_eos=True)
+
+
+def prompts(bench: Bench, count: int) -> list[list[int]]:
+    """Chats of unequal lengths, from one word to several prefill cells."""
+    lengths = [1 + (37 * index) % 150 for index in range(count)]
+    return [bench.prompt(*(30 + (index * 7 + step) % 200 for step in range(n))) for index, n in enumerate(lengths)]
+
+
+def params(index: int) -> tuple[SamplingParams, SamplingParams]:
+    text = SamplingParams(temperature=1.0, max_tokens=6 + index % 9, seed=100 + index)
+    speech = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05, max_tokens=10 + index, seed=100 + index)
+    return text, speech
+
+
+def alone(bench: Bench, prompt: list[int], index: int) -> Reply:
+    text, speech = params(index)
+    bench.submit(f"alone-{index}", prompt, thinker=text, talker=speech)
+    bench.run()
+    return bench.replies[f"alone-{index}"]
+
+
+def assert_same(ours: Reply, reference: Reply) -> None:
+    assert ours.done and reference.done
+    assert (ours.failure, reference.failure) == (None, None)
+    assert (ours.text, ours.text_reason) == (reference.text, reference.text_reason)
+    assert (ours.frames, ours.speech_reason) == (reference.frames, reference.speech_reason)
+    np.testing.assert_array_equal(ours.audio, reference.audio)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path) -> dict[int, Reply]:
+    bench = Bench(tiny)
+    return {index: alone(bench, prompt, index) for index, prompt in enumerate(prompts(bench, 12))}
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param({}, id="whole-prefill"),
+        pytest.param({"max_num_batched_tokens": 128}, id="chunked-prefill"),
+        pytest.param({"max_num_seqs": 3}, id="three-at-a-time"),
+        pytest.param({"num_kv_blocks": 66, "max_num_seqs": 12}, id="preempted"),
+        pytest.param({"async_chunk": False}, id="barrier"),
+        pytest.param({"window": 1}, id="back-pressure"),
+    ],
+)
+def test_batched_equals_alone(tiny: Path, reference: dict[int, Reply], stage: dict[str, int]) -> None:
+    bench = Bench(tiny, **stage)  # type: ignore[arg-type]
+    for index, prompt in enumerate(prompts(bench, 12)):
+        text, speech = params(index)
+        bench.submit(f"batch-{index}", prompt, thinker=text, talker=speech)
+    bench.run()
+    for index in range(12):
+        assert_same(bench.replies[f"batch-{index}"], reference[index])
+    if "num_kv_blocks" in stage:
+        assert bench.thinker.scheduler.num_preemptions + bench.talker.scheduler.num_preemptions > 0
+    for stage_ in (bench.thinker, bench.talker):
+        assert stage_.scheduler.pool.num_used == 0
+
+
+def test_text_that_comes_late_equals_text_that_comes_at_once(tiny: Path, reference: dict[int, Reply]) -> None:
+    """The Talker steps once for every time that the Thinker does, or starts when all text is there."""
+    bench = Bench(tiny)
+    prompt = prompts(bench, 12)[5]
+    text, speech = params(5)
+    bench.submit("late", prompt, thinker=text, talker=speech)
+    bench.run(only=(bench.thinker,))
+    bench.run()
+    assert_same(bench.replies["late"], reference[5])
+
+
+def test_cached_prefix_equals_cold(tiny: Path, reference: dict[int, Reply]) -> None:
+    bench = Bench(tiny)
+    warm = Bench(tiny, enable_prefix_caching=True)
+    index = max(range(12), key=lambda i: len(prompts(bench, 12)[i]))
+    prompt = prompts(bench, 12)[index]
+    assert_same(alone(warm, prompt, index), reference[index])
+    text, speech = params(index)
+    warm.submit("again", prompt, thinker=text, talker=speech)
+    warm.run()
+    assert_same(warm.replies["again"], reference[index])
+    assert warm.thinker.scheduler.pool.num_hit_tokens > 0
+
+
+def test_same_seed_same_audio_other_seed_other_audio(tiny: Path) -> None:
+    bench = Bench(tiny)
+    prompt = bench.prompt(40, 41, 42)
+    audio = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        speech = SamplingParams(temperature=0.9, top_k=50, max_tokens=12, seed=seed)
+        bench.submit(name, prompt, thinker=TEXT, talker=speech)
+        bench.run()
+        audio[name] = bench.replies[name].audio
+    np.testing.assert_array_equal(audio["a"], audio["b"])
+    assert audio["a"].shape != audio["c"].shape or not np.array_equal(audio["a"], audio["c"])
+
+
+def test_abort_frees_everything_and_disturbs_nobody(tiny: Path, reference: dict[int, Reply]) -> None:
+    bench = Bench(tiny)
+    for index, prompt in enumerate(prompts(bench, 12)):
+        text, speech = params(index)
+        bench.submit(f"r-{index}", prompt, thinker=text, talker=speech)
+    for _ in range(4):
+        for stage in bench.stages:
+            stage.poll_inputs()
+            if stage.has_work():
+                stage.step()
+    for index in (1, 4, 7):
+        for stage in bench.stages:
+            stage.abort(f"r-{index}")
+            stage.abort(f"r-{index}")
+    bench.run()
+    for index in set(range(12)) - {1, 4, 7}:
+        assert_same(bench.replies[f"r-{index}"], reference[index])
+    for index in (1, 4, 7):
+        assert not bench.replies[f"r-{index}"].done
+    for stage in bench.stages:
+        stats = stage.stats()
+        assert (stats.running, stats.waiting, stats.parked, stats.kv_blocks_used) == (0, 0, 0, 0)
+
+
+def test_runaway_speech_ends_with_length(tiny: Path) -> None:
+    bench = Bench(tiny, frames_per_text_token=2, extra_frames=5)
+    bench.talker.model.codec_head[bench.talker.model.talker_config.codec_eos_token_id] = -1e4
+    text = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
+    speech = SamplingParams(temperature=0.9, max_tokens=500, seed=3)
+    bench.submit("runaway", bench.prompt(40, 41), thinker=text, talker=speech)
+    bench.run()
+    reply = bench.replies["runaway"]
+    assert (reply.frames, reply.speech_reason) == (2 * 4 + 5, "length")
+    assert bench.talker.runaways == 1
+
+
+def test_an_answer_without_text_has_no_audio(tiny: Path) -> None:
+    bench = Bench(tiny)
+    everything = tuple(range(bench.config.thinker.vocab_size))
+    text = SamplingParams(temperature=0.0, max_tokens=4, stop_token_ids=everything, seed=0)
+    bench.submit("mute", bench.prompt(40), thinker=text, talker=SAMPLED)
+    bench.run()
+    reply = bench.replies["mute"]
+    assert (reply.text, reply.text_reason, reply.frames, reply.done) == ("", "stop", 0, True)
+    assert reply.audio.size == 0
