@@ -135,9 +135,9 @@ def test_abort_frees_everything_and_disturbs_nobody(tiny: Path, reference: dict[
 
 def test_runaway_speech_ends_with_length(tiny: Path) -> None:
     bench = Bench(tiny, frames_per_text_token=2, extra_frames=5)
-    bench.talker.model.codec_head[bench.talker.model.talker_config.codec_eos_token_id] = -1e4
+    never_ends = {bench.talker.model.talker_config.codec_eos_token_id: -100.0}
     text = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
-    speech = SamplingParams(temperature=0.9, max_tokens=500, seed=3)
+    speech = SamplingParams(temperature=0.9, max_tokens=500, seed=3, logit_bias=never_ends)
     bench.submit("runaway", bench.prompt(40, 41), thinker=text, talker=speech)
     bench.run()
     reply = bench.replies["runaway"]
