@@ -40,10 +40,14 @@ def command(
 ) -> None:
     """Answer one prompt: text on stdout, speech into a file, numbers on stderr."""
     wanted = [name.strip() for name in (modalities or ("text,audio" if out else "text")).split(",")]
+    if not set(wanted) <= {"text", "audio"}:
+        raise ConfigError(f"--modalities {modalities!r} must be text, or text,audio")
     if "audio" in wanted and out is None:
         raise ConfigError("speech needs a file to go to: give --out answer.wav, or --modalities text")
     if out is not None and "audio" not in wanted:
         raise ConfigError(f"--out takes speech, but --modalities is {modalities!r}; add audio, or leave --out out")
+    if voice is not None and out is None:
+        raise ConfigError("--voice is for speech; give --out answer.wav as well")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder; --out cannot be written")
     messages = [{"role": "system", "content": system}] if system is not None else []

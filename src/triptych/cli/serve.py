@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -55,7 +55,9 @@ def command(
     api_key: Annotated[
         str | None, typer.Option(envvar="TRIPTYCH_API_KEY", help="Ask clients for this bearer token.")
     ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The name clients use. Default: MODEL.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="A name for clients to use; may be given again. Default: MODEL.")
+    ] = None,
     platform: PlatformOption = None,
     log_level: LogLevelOption = LogLevel.info,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved deploy config and stop.")] = False,
@@ -75,7 +77,7 @@ def command(
         typer.echo(to_yaml(plan.deploy), nl=False)
         return
     listener = bind(host, port)
-    status = asyncio.run(_serve_until_stopped(plan, listener, served_model_name or model, api_key, log_level.value))
+    status = asyncio.run(_serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value))
     raise typer.Exit(status)
 
 
@@ -103,7 +105,7 @@ async def serving(
     plan: LaunchPlan,
     listener: socket.socket,
     *,
-    model_name: str,
+    model_names: Sequence[str],
     api_key: str | None,
     log_level: str,
     on_progress: Progress,
@@ -144,7 +146,8 @@ async def serving(
             processor=processor,
             config=plan.config,
             deploy=plan.deploy,
-            model_name=model_name,
+            model_name=model_names[0],
+            model_aliases=model_names[1:],
             api_key=api_key,
         )
         server = Server(
@@ -166,7 +169,7 @@ async def serving(
 
 
 async def _serve_until_stopped(
-    plan: LaunchPlan, listener: socket.socket, model_name: str, api_key: str | None, log_level: str
+    plan: LaunchPlan, listener: socket.socket, model_names: Sequence[str], api_key: str | None, log_level: str
 ) -> int:
     """Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     from triptych.cli.progress import LoadDisplay
@@ -191,7 +194,7 @@ async def _serve_until_stopped(
                     serving(
                         plan,
                         listener,
-                        model_name=model_name,
+                        model_names=model_names,
                         api_key=api_key,
                         log_level=log_level,
                         on_progress=display,

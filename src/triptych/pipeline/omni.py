@@ -118,6 +118,10 @@ class Omni:
         unknown = [name for name in modalities if name not in MODALITIES]
         if unknown or not modalities:
             raise RequestError(f"modalities {list(modalities)} are not among {list(MODALITIES)}", param="modalities")
+        if "audio" not in modalities:
+            for name, value in (("voice", voice), ("talker", talker)):
+                if value is not None:
+                    raise RequestError(f"{name} is given, but modalities does not ask for audio", param=name)
         seeds = [seed] * len(batch) if seed is None or isinstance(seed, int) else list(seed)
         if len(seeds) != len(batch):
             raise RequestError(f"{len(seeds)} seeds for {len(batch)} prompts; give one, or one for each", param="seed")

@@ -1,0 +1,65 @@
+"""`Omni`: many prompts at once, in order, each on its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triptych import Omni
+from triptych.errors import RequestError, TriptychError
+
+
+@pytest.fixture(scope="module")
+def omni(tiny: Path) -> Iterator[Omni]:
+    with Omni(str(tiny), deploy_config="tiny_cpu", platform="cpu") as loaded:
+        yield loaded
+
+
+def test_outputs_keep_the_order_of_prompts_and_equal_those_of_each_alone(omni: Omni) -> None:
+    prompts = [f"Say the number {number}." for number in range(6)]
+    together = omni.generate(prompts, modalities=("text", "audio"), seed=list(range(6)), thinker={"max_tokens": 8})
+    for seed, (prompt, output) in enumerate(zip(prompts, together, strict=True)):
+        [alone] = omni.generate(prompt, modalities=("text", "audio"), seed=seed, thinker={"max_tokens": 8})
+        assert alone.text == output.text
+        assert alone.audio is not None and output.audio is not None
+        assert np.array_equal(alone.audio, output.audio)
+        assert output.audio.dtype == np.float32 and np.abs(output.audio).max() <= 1.0
+        assert output.audio.size == output.audio_frames * 1920 - 555
+    assert len({output.text for output in together}) > 1
+
+
+def test_a_prompt_that_fails_does_so_alone(omni: Omni) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello."}]
+    good, bad, wrong = omni.generate(
+        [conversation, [{"role": "user", "content": "far too long " * 5000}], [{"role": "user"}]],
+        thinker={"max_tokens": 4},
+    )
+    assert good.error is None and good.text and good.audio is None and good.finish_reason in ("stop", "length")
+    assert isinstance(bad.error, RequestError) and bad.finish_reason is None
+    assert isinstance(wrong.error, RequestError) and wrong.error.param == "messages[0]"
+
+
+def test_a_single_prompt_raises_its_error(omni: Omni) -> None:
+    with pytest.raises(RequestError, match="chelsie"):
+        omni.generate("Hello.", modalities=("text", "audio"), voice="nope")
+
+
+def test_arguments_that_are_wrong_for_all_are_refused(omni: Omni) -> None:
+    with pytest.raises(RequestError, match="modalities"):
+        omni.generate("Hello.", modalities=("video",))
+    with pytest.raises(RequestError, match="voice is given"):
+        omni.generate("Hello.", voice="chelsie")
+    with pytest.raises(RequestError, match="2 seeds for 1 prompts"):
+        omni.generate(["Hello."], seed=[1, 2])
+    assert omni.generate([]) == []
+
+
+def test_a_closed_omni_says_so(tiny: Path) -> None:
+    loaded = Omni(str(tiny), deploy_config="tiny_cpu", platform="cpu", text_only=True)
+    loaded.close()
+    loaded.close()
+    with pytest.raises(TriptychError, match="closed"):
+        loaded.generate("Hello.")
