@@ -32,7 +32,7 @@ class CausalConv1d(StreamingLayer):
         self.history_shape = (in_channels, self.reach)
 
     def prepare(self) -> None:
-        """Lay the weight out as a step on CPU multiplies it: a tap is a [1, C_out, C_in] matrix, or [C, 1] if depthwise."""
+        """Lay the weight out as a step on CPU multiplies it: a tap is one matrix [1, C_out, C_in], depthwise [C, 1]."""
         if self.weight.device.type != "cpu":
             return
         taps = self.weight.permute(2, 0, 1).contiguous()
@@ -146,5 +146,6 @@ class TransposedConv1d(StreamingLayer):
             shifted = x[..., self.reach - index : self.reach - index + length]
             phase = phase.expand(batch, -1, -1)
             out = torch.baddbmm(out, phase, shifted) if index == 0 else out.baddbmm_(phase, shifted)
-        out = out.view(batch, self.stride, -1, length).permute(0, 2, 3, 1)
-        return out.reshape(batch, -1, length * self.stride)
+        out_channels = self.bias.shape[0]
+        out = out.view(batch, self.stride, out_channels, length).permute(0, 2, 3, 1)
+        return out.reshape(batch, out_channels, length * self.stride)
