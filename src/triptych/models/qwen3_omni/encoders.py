@@ -18,7 +18,10 @@ PREFIXES = ("thinker.audio_tower.", "thinker.visual.")
 
 
 class Encoders(nn.Module):
-    """Both encoders of a parsed `config.json`, as `audio_tower` and `visual`."""
+    """Both encoders of a parsed `config.json`, as `audio_tower` and `visual`.
+
+    Build them on a real device: they compute position tables that are in no checkpoint.
+    """
 
     def __init__(self, raw: dict[str, Any]) -> None:
         super().__init__()
