@@ -104,7 +104,7 @@ def random_codes(config: Code2WavConfig, frames: int, batch: int = 1, seed: int 
 
 def decode(model: Code2Wav, state: StreamState, codes: Tensor, sizes: Sequence[int], slots: Sequence[int]) -> Tensor:
     rows, pieces = torch.tensor(slots), []
-    for index, chunk in enumerate(codes.split(list(sizes), dim=-1)):
+    for index, chunk in enumerate(torch.split(codes, list(sizes), dim=-1)):
         wav = model(chunk, state, rows, first=index == 0)
         assert wav.shape == (len(slots), model.num_samples(chunk.shape[-1], first=index == 0))
         pieces.append(wav)
@@ -236,7 +236,7 @@ def test_a_stream_is_bitwise_the_same_whatever_the_other_slots_do(pair: Pair) ->
     codes = random_codes(CONFIG, 20)
     alone = decode(model, new_state(model), codes, even(20, 4), [0])
     state, pieces = new_state(model), []
-    for index, chunk in enumerate(codes.split(4, dim=-1)):
+    for index, chunk in enumerate(torch.split(codes, 4, dim=-1)):
         model(random_codes(CONFIG, 7, seed=index), state, torch.tensor([3]), first=index == 0)
         pieces.append(model(chunk, state, torch.tensor([2]), first=index == 0))
     assert torch.equal(torch.cat(pieces, dim=-1), alone)

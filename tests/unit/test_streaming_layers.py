@@ -83,7 +83,7 @@ def compositions(total: int) -> Iterator[list[int]]:
 def stream(layer: nn.Module, state: StreamState, x: Tensor, sizes: list[int], slots: list[int]) -> Tensor:
     rows = torch.tensor(slots)
     outputs = []
-    for index, piece in enumerate(x.split(sizes, dim=-1)):
+    for index, piece in enumerate(torch.split(x, sizes, dim=-1)):
         chunk = state.chunk(rows, first=index == 0)
         outputs.append(layer(piece, chunk))
         chunk.advance(piece.shape[-1])
