@@ -29,7 +29,7 @@ _SHALLOW = 256  # rows with a top_k up to this are ranked together, apart from t
 _NUCLEUS = 1024  # where a nucleus most often ends; looked at before a whole row is sorted
 _MAX_ALTERNATIVES = 20  # of SamplingParams.logprobs
 _MAX_PLANS = 64
-_CACHED = 2**19  # on CPU, more numbers than this are accumulated row by row: fresh memory costs more than the sums
+_CACHED = 2**19  # on CPU, more numbers than this are accumulated in pieces: fresh memory costs more than the sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,14 @@ def _keep(weights: Tensor, cut: Tensor) -> None:
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """The first token of each row whose cumulative weight exceeds uniforms [B, 1] of the total."""
-    if weights.device.type == "cpu" and len(weights) > 1 and weights.numel() > _CACHED:
-        return torch.cat([_invert(weights[i : i + 1], uniforms[i : i + 1]) for i in range(len(weights))])
+    rows, width = weights.shape
+    if weights.device.type == "cpu" and rows > 1 and rows * width > _CACHED:
+        size = max(1, _CACHED // width)
+        return torch.cat([_invert(weights[i : i + size], uniforms[i : i + size]) for i in range(0, rows, size)])
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     # Of the total less one unit: then a uniform rounded up to 1 still finds the last token that has weight.
     target = (cumulative[:, -1:] - 1.0) * uniforms
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=weights.shape[1] - 1)
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=width - 1)
 
 
 def _top_cut(weights: Tensor, depth: int, last: Tensor | None, top_p: float | Tensor | None) -> Tensor:
@@ -263,6 +265,14 @@ class Sampler:
             self._counts.index_put_((plan.slots, token_ids), one, accumulate=True)
         logprobs = self._logprobs(logits, token_ids, plan) if plan.logprobs else None
         return Sampled(token_ids=token_ids, finite=peak.squeeze(1).isfinite(), logprobs=logprobs)
+
+    @torch.no_grad()
+    def probabilities(self, logits: Tensor, slots: Sequence[int]) -> Tensor:
+        """What `sample` would draw from, float64 [B, V]; for a greedy row, 1 shared by all its largest logits."""
+        plan = self._plan(tuple(slots))
+        x = self._processed(logits, plan)
+        weights = self._truncated(x, x.amax(-1, keepdim=True), plan).double()
+        return weights / weights.sum(-1, keepdim=True)
 
     def _processed(self, logits: Tensor, plan: _Plan) -> Tensor:
         x = logits.float() if self._suppress is None else logits + self._suppress
