@@ -34,7 +34,7 @@ class ControlSocket:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
         self._loop = asyncio.get_running_loop()
-        self._fd = self._socket.getsockopt(zmq.FD)
+        self._fd = self._socket.fileno()
         self._loop.add_reader(self._fd, self.drain)
 
     def send(self, identity: bytes, message: ToStage) -> bool:

@@ -1,0 +1,298 @@
+"""Stages without a model, in real stage processes: what the tests of the pipeline run against.
+
+A request says by its `max_tokens` how many words it wants and by its `seed` what every word and sample of it holds.
+Its id may ask for trouble: `fail-KIND`, `hang-KIND`, `raise-KIND`, `kill-KIND` and `freeze-KIND` happen in that stage, once it has
+worked on the request. `model` is a JSON object of knobs: `pace_s`, seconds that each step takes; `load_s`; `refuse`,
+the kind of the stage that cannot load; `once`, a file whose absence makes the load of the stage crash.
+
+Run as a script it is the entry of a stage process; with `--serve` it is a whole server that waits for a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from triptych.config.sampling import SamplingParams
+from triptych.config.schema import ConnectorConfig, ConnectorExtra, DeployConfig, StageConfig, StageKind
+from triptych.connectors.contract import Handoff
+from triptych.connectors.wire import (
+    AudioOutput,
+    Failed,
+    Grant,
+    SpeechOutput,
+    StageStats,
+    SubmitCodec,
+    SubmitSpeech,
+    SubmitText,
+    TextOutput,
+)
+from triptych.errors import CheckpointError
+from triptych.models.qwen3_omni.config import OmniConfig, parse_config
+from triptych.pipeline.request import GenerationRequest
+from triptych.stages.__main__ import main
+from triptych.stages.contract import StageContext, Submit
+
+FRAMES_PER_WORD = 2
+SAMPLES_PER_FRAME = 8
+COMMAND = (sys.executable, __file__)
+
+DECODER: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "intermediate_size": 8,
+    "max_position_embeddings": 4096,
+}
+CONFIG: OmniConfig = parse_config(
+    {
+        "model_type": "qwen3_omni_moe",
+        "im_start_token_id": 1,
+        "im_end_token_id": 2,
+        "system_token_id": 3,
+        "user_token_id": 4,
+        "assistant_token_id": 5,
+        "thinker_config": {"text_config": DECODER},
+        "talker_config": {
+            "text_config": DECODER,
+            "code_predictor_config": DECODER,
+            "speaker_id": {"Chelsie": 11, "Ethan": 12},
+        },
+        "code2wav_config": {},
+    }
+)
+PROMPT = (1, 4, 9, 10, 11, 2, 9, 1, 5, 9)
+
+
+def deploy_config(
+    *, processes: tuple[str, ...] = ("text", "speech", "wave"), window: int = 8, max_num_seqs: int = 64, **values: Any
+) -> DeployConfig:
+    """A deployment of the fake stages: one process name for each stage, or one name for text only."""
+    kinds: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
+    stages = tuple(
+        StageConfig(
+            stage_id=index,
+            stage=kind,
+            process=process,
+            devices="cpu",
+            max_num_seqs=max_num_seqs,
+            input_connectors={kinds[index - 1]: "edge"} if index and processes[index - 1] != process else {},
+        )
+        for index, (kind, process) in enumerate(zip(kinds, processes, strict=False))
+    )
+    connectors = {"edge": ConnectorConfig(kind="shm", extra=ConnectorExtra(window=window, inline_bytes=16))}
+    return DeployConfig(stages=stages, connectors=connectors, **values)
+
+
+def generation_request(
+    request_id: str, *, words: int = 5, seed: int = 7, speak: bool = True, voice: str | None = None
+) -> GenerationRequest:
+    params = SamplingParams(max_tokens=words, seed=seed)
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_token_ids=PROMPT,
+        thinker=params,
+        talker=SamplingParams(seed=seed) if speak else None,
+        voice=voice,
+    )
+
+
+@dataclass
+class Held:
+    """One request in one stage."""
+
+    submit: Submit
+    inputs: deque[Handoff] = field(default_factory=deque)
+    out: deque[tuple[np.ndarray[Any, Any], bool]] = field(default_factory=deque)
+    made: int = 0
+    credit: int = 0
+    finished: bool = False
+    parked: bool = False
+
+
+class FakeStage:
+    """One unit of work a step for every request that can go on; the three kinds differ in what a unit is."""
+
+    def __init__(self, context: StageContext) -> None:
+        self.kind: StageKind = context.config.stage
+        self.knobs: dict[str, Any] = json.loads(context.model)
+        self.outbox = context.outbox
+        self.sender = next(iter(context.senders.values()), None)
+        self.receiver = next(iter(context.receivers.values()), None)
+        self.held: dict[str, Held] = {}
+        self.steps = 0
+        if self.knobs.get("refuse") == self.kind:
+            raise CheckpointError(f"the weights of {self.kind} are made of cheese")
+        once = self.knobs.get("once")
+        if once and self.kind == "talker" and not os.path.exists(once):
+            os._exit(3)
+        time.sleep(self.knobs.get("load_s", 0))
+        context.progress(1, 1)
+
+    def submit(self, message: Submit) -> None:
+        if message.request_id.startswith("reject-") and message.request_id.endswith(self.kind):
+            self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message="I was told to reject"))
+            return
+        self.held[message.request_id] = Held(message, credit=getattr(message, "credit", 0))
+        for half in (self.sender, self.receiver):
+            if half is not None:
+                half.open(message.request_id)
+
+    def grant(self, message: Grant) -> None:
+        if self.kind == "code2wav" and message.request_id in self.held:
+            self.held[message.request_id].credit += message.count
+
+    def abort(self, request_id: str) -> None:
+        self.held.pop(request_id, None)
+        for half in (self.sender, self.receiver):
+            if half is not None:
+                half.close(request_id)
+
+    def poll_inputs(self) -> None:
+        for request_id in self.sender.writable() if self.sender is not None else ():
+            if request_id in self.held:
+                self.held[request_id].parked = False
+        for item in self.receiver.receive() if self.receiver is not None else ():
+            if isinstance(item, tuple):
+                request_id, error = item
+                self.abort(request_id)
+                self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=str(error)))
+            elif item.request_id in self.held:
+                self.held[item.request_id].inputs.append(item)
+            else:
+                assert self.receiver is not None
+                self.receiver.release(item)
+
+    def has_work(self) -> bool:
+        return any(self._ready(held) for held in self.held.values())
+
+    def step(self) -> None:
+        self.steps += 1
+        time.sleep(self.knobs.get("pace_s", 0))
+        for request_id, held in list(self.held.items()):
+            if self._ready(held):
+                self._advance(request_id, held)
+                self._make_trouble(request_id, held)
+
+    def stats(self) -> StageStats:
+        return StageStats(stage=self.kind, running=len(self.held), steps=self.steps)
+
+    def close(self) -> None:
+        for request_id in list(self.held):
+            self.abort(request_id)
+
+    def _ready(self, held: Held) -> bool:
+        if held.parked or (held.submit.request_id == f"hang-{self.kind}" and held.made):
+            return False
+        if held.out:
+            return True
+        if self.kind == "thinker":
+            return not held.finished
+        return bool(held.inputs) and (self.kind == "talker" or held.credit > 0)
+
+    def _advance(self, request_id: str, held: Held) -> None:
+        if held.out:
+            self._hand_over(request_id, held)
+        elif isinstance(held.submit, SubmitText):
+            self._write(request_id, held, held.submit)
+        elif self.kind == "talker":
+            self._speak(request_id, held)
+        else:
+            self._decode(request_id, held)
+
+    def _write(self, request_id: str, held: Held, submit: SubmitText) -> None:
+        words, seed = submit.params.max_tokens or 1, submit.params.seed or 0
+        held.made += 1
+        last = held.finished = held.made == words
+        reason = None if not last else "length" if submit.params.ignore_eos else "stop"
+        self.outbox.send(
+            TextOutput(request_id=request_id, seq=held.made - 1, text=f"{seed} ", num_tokens=1, finish_reason=reason)
+        )
+        if submit.speak:
+            held.out.append((np.full(1, seed, np.int32), last))
+            self._hand_over(request_id, held)
+        elif last:
+            self.abort(request_id)
+
+    def _speak(self, request_id: str, held: Held) -> None:
+        handoff = held.inputs.popleft()
+        words = handoff.arrays["token_ids"].repeat(FRAMES_PER_WORD)
+        codes = np.repeat(words[:, None], 16, axis=1).astype(np.int32)
+        assert self.receiver is not None
+        self.receiver.release(handoff)
+        held.made += len(codes)
+        if handoff.final:
+            self.outbox.send(SpeechOutput(request_id=request_id, num_frames=held.made, finish_reason="stop"))
+        held.out.append((codes, handoff.final))
+        self._hand_over(request_id, held)
+
+    def _hand_over(self, request_id: str, held: Held) -> None:
+        assert self.sender is not None
+        name = "token_ids" if self.kind == "thinker" else "codes"
+        while held.out and not held.parked:
+            array, final = held.out[0]
+            held.parked = not self.sender.try_put(request_id, {name: array}, final=final)
+            if not held.parked and held.out.popleft()[1]:
+                self.held.pop(request_id)
+
+    def _decode(self, request_id: str, held: Held) -> None:
+        handoff = held.inputs.popleft()
+        codes = handoff.arrays["codes"]
+        samples = np.repeat(codes[:, 0], SAMPLES_PER_FRAME).astype("<f4").tobytes()
+        message = AudioOutput(request_id=request_id, seq=held.made, num_frames=len(codes), final=handoff.final)
+        assert self.receiver is not None
+        self.receiver.release(handoff)
+        self.outbox.send(message, samples)
+        held.made += 1
+        held.credit -= 1
+        if message.final:
+            self.abort(request_id)
+
+    def _make_trouble(self, request_id: str, held: Held) -> None:
+        if not request_id.endswith(f"-{self.kind}") or held.made < 3:
+            return
+        if request_id.startswith("fail-"):
+            self.abort(request_id)
+            self.outbox.send(Failed(request_id=request_id, stage=self.kind, message="I was told to fail"))
+        elif request_id.startswith("raise-"):
+            raise RuntimeError("I was told to raise")
+        elif request_id.startswith("kill-"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif request_id.startswith("freeze-"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+async def serve() -> None:
+    """A server that starts one long request, prints its pids, and stops cleanly on SIGINT or SIGTERM."""
+    from triptych.pipeline.orchestrator import Orchestrator
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    orchestrator = await Orchestrator.start(
+        deploy=deploy_config(), model=json.dumps({"pace_s": 0.005}), config=CONFIG, command=COMMAND, log_level="warning"
+    )
+    stream = orchestrator.submit(generation_request("long", words=3000))
+    await anext(stream)
+    health = orchestrator.health()
+    print(json.dumps([process.pid for process in health.processes.values()]), flush=True)
+    await stopped.wait()
+    await orchestrator.close()
+
+
+if __name__ == "__main__":
+    if "--serve" in sys.argv:
+        asyncio.run(serve())
+    else:
+        sys.exit(main(load=FakeStage))
