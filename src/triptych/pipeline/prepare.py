@@ -13,7 +13,7 @@ import msgspec
 
 from triptych.config.sampling import SamplingParams, sampling_params
 from triptych.config.schema import DeployConfig, StageKind
-from triptych.errors import ConfigError, ContextLengthError, RequestError
+from triptych.errors import ConfigError, RequestError
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.request import GenerationRequest
@@ -38,8 +38,7 @@ def prepare(
 
     `thinker` and `talker` override the `default_sampling_params` of their own stage and of no other: greedy text never
     makes speech greedy. `seed` seeds both stages unless an override names another; without any, one fresh seed is
-    drawn for both. Raises RequestError naming the field, ContextLengthError when the prompt, or the prompt and an
-    answer length that was asked for, exceed the Thinker's context.
+    drawn for both. Raises RequestError naming the field. Whether the request fits is for admission to say.
     """
     check_messages(messages)
     speaker = check_speech(config, deploy, voice) if speak else None
@@ -47,12 +46,12 @@ def prepare(
     prompt = processor.encode(messages)
     params = _params("thinker", deploy, thinker or {}, seed, fresh)
     _check_vocabulary(params, config.thinker.vocab_size)
+    if (thinker or {}).get("max_tokens") is None:
+        params = _fit(params, context_length(config, deploy) - len(prompt))
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
-        thinker=_fit(
-            params, len(prompt), context_length(config, deploy), asked=(thinker or {}).get("max_tokens") is not None
-        ),
+        thinker=params,
         talker=_params("talker", deploy, talker or {}, seed, fresh) if speak else None,
         voice=speaker,
     )
@@ -82,7 +81,7 @@ def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) ->
 
     Raises RequestError when the deployment has no speech stages, or the checkpoint no such voice.
     """
-    if config.talker is None or deploy.stage("talker") is None or deploy.stage("code2wav") is None:
+    if config.talker is None or not has_speech(config, deploy):
         raise RequestError("this server has no speech stages: ask for modalities ['text']", "modalities")
     if voice is None:
         return None
@@ -91,6 +90,11 @@ def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) ->
         known = ", ".join(names) or "none"
         raise RequestError(f"voice {voice!r} is not one of this model's voices: {known}", "audio.voice")
     return names[voice.lower()]
+
+
+def has_speech(config: OmniConfig, deploy: DeployConfig) -> bool:
+    """Whether both the checkpoint and the deployment have the stages that speak."""
+    return config.talker is not None and None not in (deploy.stage("talker"), deploy.stage("code2wav"))
 
 
 def context_length(config: OmniConfig, deploy: DeployConfig) -> int:
@@ -122,18 +126,9 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"token id {outside} is not between 0 and {vocab_size - 1}", field)
 
 
-def _fit(params: SamplingParams, num_prompt_tokens: int, limit: int, *, asked: bool) -> SamplingParams:
-    room = limit - num_prompt_tokens
-    if room < 1:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and the context {limit}, which leaves no room for an answer: "
-            "shorten the messages"
-        )
-    if params.max_tokens is None or (params.max_tokens > room and not asked):
-        return msgspec.structs.replace(params, max_tokens=room)
-    if params.max_tokens > room:
-        raise ContextLengthError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens asks for {params.max_tokens} more, but the "
-            f"context has {limit}: shorten the messages, or ask for at most {room} tokens"
-        )
-    return params
+def _fit(params: SamplingParams, room: int) -> SamplingParams:
+    """Shrink a default answer length to the room that the prompt leaves. One that was asked for is never shrunk: what
+    does not fit is refused at admission."""
+    if params.max_tokens is None or room < 1:
+        return params
+    return msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))

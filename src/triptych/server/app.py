@@ -1,0 +1,157 @@
+"""The HTTP application: its routes, and what each says. Every route answers with and without the `/v1` prefix.
+
+`/health`, `/ready` and `/metrics` need no API key, so that probes and scrapers need none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from triptych import __version__
+from triptych.config.schema import DeployConfig
+from triptych.models.qwen3_omni.config import OmniConfig
+from triptych.models.qwen3_omni.processor import Processor
+from triptych.pipeline.health import PipelineHealth, ProcessState
+from triptych.pipeline.prepare import context_length, has_speech
+from triptych.server import errors
+from triptych.server.auth import require_key
+from triptych.server.chat import Chat, Orchestrator
+from triptych.server.errors import ModelNotFoundError
+from triptych.server.metrics import Metrics
+from triptych.server.sse import ClientGone
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads the answer
+
+
+def create_app(
+    *,
+    orchestrator: Orchestrator,
+    processor: Processor,
+    config: OmniConfig,
+    deploy: DeployConfig,
+    model_name: str,
+    model_aliases: Sequence[str] = (),
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The application over a running orchestrator, which it neither starts nor stops.
+
+    `model_name` and `model_aliases` are what the field `model` of a request may say. Without `api_key` everyone may
+    ask. A longer body than `max_body_bytes` is refused while it is read.
+    """
+    metrics = Metrics(model_name, config.sample_rate, orchestrator.health)
+    names = (model_name, *model_aliases)
+    chat = Chat(
+        orchestrator=orchestrator,
+        processor=processor,
+        config=config,
+        deploy=deploy,
+        metrics=metrics,
+        model_names=names,
+        max_body_bytes=max_body_bytes,
+    )
+    voices = list(config.talker.speaker_id) if config.talker and has_speech(config, deploy) else []
+    api = _api(chat, names, voices, context_length(config, deploy))
+    app = FastAPI(title="Triptych", version=__version__)
+    errors.install(app)
+    app.add_exception_handler(ClientGone, _client_gone)
+    key = [Depends(require_key(api_key))]
+    app.include_router(api, prefix="/v1", dependencies=key)
+    app.include_router(api, dependencies=key, include_in_schema=False)
+    app.include_router(_probes(orchestrator, metrics, deploy.heartbeat_timeout_s))
+    return app
+
+
+def _api(chat: Chat, names: Sequence[str], voices: Sequence[str], max_model_len: int) -> APIRouter:
+    router = APIRouter()
+    created = int(time.time())
+    models = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "triptych",
+            "max_model_len": max_model_len,
+        }
+        for name in names
+    }
+
+    @router.post("/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await chat.complete(request)
+
+    @router.get("/models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": list(models.values())}
+
+    @router.get("/models/{name:path}")
+    async def get_model(name: str) -> dict[str, Any]:
+        if name not in models:
+            raise ModelNotFoundError(name, names)
+        return models[name]
+
+    @router.get("/audio/models")
+    async def list_audio_models() -> dict[str, Any]:
+        spoken = list(models.values()) if voices else []
+        return {"object": "list", "data": spoken, "models": [{"id": model["id"]} for model in spoken]}
+
+    @router.get("/audio/voices")
+    async def list_voices() -> dict[str, Any]:
+        return {"voices": [{"id": voice, "name": voice} for voice in voices], "default": next(iter(voices), None)}
+
+    return router
+
+
+def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: float) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """200 while every stage's heartbeat is fresh, else 503; the body tells each stage."""
+        now = orchestrator.health()
+        stages = _stages(now, heartbeat_timeout_s)
+        healthy = bool(stages) and all(stage["alive"] for stage in stages.values())
+        body = {"status": "ok" if healthy else "unhealthy", "ready": now.ready, "stages": stages}
+        return JSONResponse(body, 200 if healthy else 503)
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 when every stage takes requests, else 503."""
+        now = orchestrator.health()
+        return JSONResponse({"ready": now.ready}, 200 if now.ready else 503)
+
+    @router.get("/metrics")
+    async def scrape() -> Response:
+        return Response(metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+def _stages(health: PipelineHealth, heartbeat_timeout_s: float) -> dict[str, dict[str, Any]]:
+    stages = {}
+    for process in health.processes.values():
+        age = process.heartbeat_age_s
+        alive = process.state is not ProcessState.FAILED and age is not None and age <= heartbeat_timeout_s
+        for stage in process.stages:
+            stats = health.stages.get(stage)
+            stages[str(stage)] = {
+                "alive": alive,
+                "process": process.name,
+                "state": str(process.state),
+                "heartbeat_age_s": None if age is None else round(age, 3),
+                "restarts": process.restarts,
+                "running": stats.running if stats else 0,
+                "waiting": stats.waiting if stats else 0,
+            }
+    return stages
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,103 @@
+"""Server-sent events, the body of a request, and the one rule about clients: who leaves stops costing at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from triptych.server.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+
+DONE = b"data: [DONE]\n\n"
+
+_Result = TypeVar("_Result")
+
+
+class ClientGone(Exception):
+    """The client closed the connection: there is nobody to answer."""
+
+
+def event(data: Mapping[str, Any]) -> bytes:
+    """One server-sent event with a JSON object."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class EventResponse(StreamingResponse):
+    """A stream of events that is cancelled in the moment the client leaves, however long the next event takes.
+
+    A slow reader holds `send`, and so the generator, back. `close` is awaited in every case, also when the generator
+    never started.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self.stream_response(send))
+        except ClientGone:
+            pass  # the outcome is recorded by `close`
+        finally:
+            await self._events.aclose()
+            await self._close()
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of `work`; when the client leaves first, cancels it and raises ClientGone.
+
+    The request's body must have been read: what comes next on `receive` is the disconnect.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read_json_body(request: Request, limit: int) -> bytes:
+    """The raw body, refused while it is read once it is longer than `limit` bytes.
+
+    Raises UnsupportedMediaTypeError, PayloadTooLargeError or ClientGone.
+    """
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise UnsupportedMediaTypeError(f"content type {kind or None!r} is not 'application/json'")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMediaTypeError(f"content encoding {encoding!r} is not supported; send the body as it is")
+    parts: list[bytes] = []
+    size = 0
+    declared = request.headers.get("content-length", "")
+    too_large = PayloadTooLargeError(f"the body is larger than the {limit} bytes that this server takes")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise too_large
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    return b"".join(parts)
