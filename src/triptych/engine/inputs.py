@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.layers.attention import PagedMetadata, PrefillPiece
-from triptych.layers.linear import padded_rows
+from triptych.layers.linear import ROW_TILE, padded_rows
 
 # Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
 # arithmetic is then the same however the token budget cut its prompt.
@@ -39,8 +39,8 @@ class StepInputs:
 
 def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device, batch_invariant: bool) -> StepInputs:
     """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped."""
-    total = batch.num_tokens
-    count = padded_rows(total)
+    tile = ROW_TILE if batch_invariant else 1
+    count = padded_rows(batch.num_tokens, tile)
     positions = np.zeros(count, dtype=np.int64)
     slots = np.arange(count, dtype=np.int64) % block_size  # trash block, for the padded rows
     decodes = [row for row in batch.rows if _is_decode(row)]
@@ -61,7 +61,7 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
             sampling.append(row)
             sample_rows.append(at - 1)
     if sample_rows:
-        sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows)) - len(sample_rows))
+        sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows), tile) - len(sample_rows))
     table, mask = _decode_table(decodes, block_size)
     metadata = PagedMetadata(
         slots=torch.from_numpy(slots).to(device),

@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # Matrix products of one to three rows take other kernels (dot products, matrix-vector) than those of four and more,
-# and sum in another order. Every batch is padded to whole tiles of this many rows, so a row's bits are the same alone
-# and in any batch; tests/engine/test_batch_invariance.py holds this on the machine at hand.
+# and sum in another order. A batch-invariant engine pads every batch to whole tiles of this many rows, so a row's bits
+# are the same alone and in any batch; tests/engine/test_batch_invariance.py holds this on the machine at hand.
 ROW_TILE = 4
 
 
-def padded_rows(rows: int) -> int:
-    """The next multiple of ROW_TILE."""
-    return -(-rows // ROW_TILE) * ROW_TILE
+def padded_rows(rows: int, tile: int) -> int:
+    """The next multiple of `tile`."""
+    return -(-rows // tile) * tile
 
 
 class GatedMLP(nn.Module):

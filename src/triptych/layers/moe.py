@@ -14,8 +14,8 @@ _LANES = 16  # elements of the widest vector register, float32
 class SparseMoE(nn.Module):
     """A router, `num_experts` gated MLPs of which each row uses the `top_k` likeliest, and an optional shared one.
 
-    Rows are sorted by expert, each expert's group padded to whole row tiles so that a row's result does not depend on
-    how many others chose the same expert.
+    Rows are sorted by expert, each expert's group padded to whole tiles of `row_tile` rows so that a row's result does
+    not depend on how many others chose the same expert.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class SparseMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k, self.num_experts, self.norm_topk_prob = top_k, num_experts, norm_topk_prob
+        self.row_tile = ROW_TILE
         self.router = nn.Parameter(torch.empty(num_experts, hidden), requires_grad=False)
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * intermediate, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_experts, hidden, intermediate), requires_grad=False)
@@ -38,7 +39,7 @@ class SparseMoE(nn.Module):
             self.shared_gate = nn.Parameter(torch.empty(1, hidden), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; N is a multiple of ROW_TILE."""
+        """x [N, hidden] -> [N, hidden]; N is a multiple of `row_tile`."""
         probabilities = torch.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float)
         weights, experts = torch.topk(probabilities, self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -56,14 +57,15 @@ class SparseMoE(nn.Module):
         order = flat.argsort(stable=True)
         counts = torch.zeros(self.num_experts, dtype=torch.long, device=x.device)
         counts.scatter_add_(0, flat, torch.ones_like(flat))
-        tiled = (counts + (ROW_TILE - 1)).div_(ROW_TILE, rounding_mode="floor").mul_(ROW_TILE)
+        tile = self.row_tile
+        tiled = (counts + (tile - 1)).div_(tile, rounding_mode="floor").mul_(tile)
         ends = tiled.cumsum(0)
         # Row r of the sorted pairs goes to: the start of its group plus its rank in it.
         shift = (ends - tiled) - (counts.cumsum(0) - counts)
         place = torch.arange(pairs, device=x.device) + shift[flat[order]]
         token = order // self.top_k
         # The bound holds for any routing, so shapes depend on N alone.
-        rows = pairs + min(self.num_experts, pairs) * (ROW_TILE - 1)
+        rows = pairs + min(self.num_experts, pairs) * (tile - 1)
         grouped = x.new_zeros(rows, x.shape[1])
         grouped[place] = x[token]
         offsets = ends.to(torch.int32)

@@ -16,6 +16,7 @@ from triptych.engine.inputs import PREFILL_CELL
 from triptych.engine.kv_cache import KVCache, block_bytes, num_blocks
 from triptych.engine.scheduler import Scheduler, SchedulerConfig
 from triptych.errors import ConfigError
+from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
 from triptych.models.weights import load_weights
@@ -31,7 +32,7 @@ class Loadable(Protocol):
 
     def placements(self, layout: Layout) -> Iterable[Placement]: ...
 
-    def prepare(self) -> None: ...
+    def prepare(self, *, row_tile: int) -> None: ...
 
 
 M = TypeVar("M", bound=Loadable)
@@ -86,7 +87,7 @@ def load_model(context: StageContext, checkpoint: OmniConfig, build: Callable[[]
         device=device,
         progress=context.progress,
     )
-    model.prepare()
+    model.prepare(row_tile=ROW_TILE if context.config.batch_invariant else 1)
     logger.info("%s: weights on %s as %s in %.2f s", context.config.stage, device, dtype, time.monotonic() - started)
     return model
 

@@ -51,10 +51,12 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary: Rotary | None = None
 
-    def prepare(self) -> None:
+    def prepare(self, row_tile: int) -> None:
         """Derive what the layers keep beside their weights; call once the weights are loaded."""
         for layer in self._layers():
             layer.prepare()
+            if isinstance(layer.feed_forward, SparseMoE):
+                layer.feed_forward.row_tile = row_tile
         self.norm.prepare()
         self.rotary = Rotary(
             self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device

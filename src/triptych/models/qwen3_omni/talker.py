@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.layers.attention import PagedMetadata
+from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import Backbone, layer_placements
 from triptych.models.qwen3_omni.code_predictor import CodePredictor, Draw
@@ -92,9 +93,9 @@ class Talker(nn.Module):
         yield from layer_placements(text, "talker.model", "backbone", layout)
         yield from self.code_predictor.placements(layout)
 
-    def prepare(self) -> None:
+    def prepare(self, *, row_tile: int = ROW_TILE) -> None:
         """Project the text table, lay the code tables out as one, derive what the layers need."""
-        self.backbone.prepare()
+        self.backbone.prepare(row_tile)
         self.code_predictor.prepare()
         with torch.inference_mode():
             pieces = torch.split(self.thinker_embedding, _PROJECTION_ROWS)

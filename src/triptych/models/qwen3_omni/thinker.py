@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.attention import PagedMetadata
+from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import Backbone, layer_placements
 from triptych.models.qwen3_omni.config import OmniConfig
@@ -35,8 +36,8 @@ class Thinker(nn.Module):
         yield Placement("thinker.lm_head.weight", "lm_head", shape)
         yield from layer_placements(self.config, "thinker.model", "backbone", layout)
 
-    def prepare(self) -> None:
-        self.backbone.prepare()
+    def prepare(self, *, row_tile: int = ROW_TILE) -> None:
+        self.backbone.prepare(row_tile)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """ids [N] -> [N, hidden]."""
