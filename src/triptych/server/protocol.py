@@ -27,7 +27,7 @@ def _refuse(reason: str) -> BeforeValidator:
     """A field that is known but not honoured: null and empty pass, anything else is an error that says why."""
 
     def check(value: Any) -> None:
-        if value is not None and value != []:
+        if value not in (None, [], {}):
             raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
 
     return BeforeValidator(check)

@@ -1,0 +1,245 @@
+"""Every field of a chat request is honoured, refused by name, or on the documented list of those without effect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from triptych.errors import RequestError
+from triptych.server import protocol
+from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
+
+BASE: dict[str, Any] = {"model": "omni", "messages": [{"role": "user", "content": "hi"}]}
+SPOKEN = {"modalities": ["text", "audio"]}
+WITHOUT_EFFECT = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": False,
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+}
+
+
+def parse(**fields: Any) -> ChatCompletionRequest:
+    return parse_chat_request(json.dumps(BASE | fields).encode())
+
+
+def refused(**fields: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(**fields)
+    assert caught.value.param and caught.value.param.split(".")[-1] in str(caught.value)
+    return caught.value
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def test_default_is_text_alone() -> None:
+    request = parse()
+    assert request.wants_text and not request.wants_audio
+    assert request.overrides() == ({}, {})
+    assert not request.includes_usage and request.speaker_name is None
+
+
+@pytest.mark.parametrize(
+    ("modalities", "text", "audio"),
+    [(None, True, False), (["text"], True, False), (["audio"], False, True), (["audio", "text"], True, True)],
+)
+def test_modalities_say_what_comes_back(modalities: list[str] | None, text: bool, audio: bool) -> None:
+    request = parse(modalities=modalities)
+    assert (request.wants_text, request.wants_audio) == (text, audio)
+
+
+def test_null_is_the_same_as_absent_for_every_optional_field() -> None:
+    optional = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
+    assert parse(**dict.fromkeys(optional)) == parse()
+
+
+def test_every_field_is_honoured_refused_or_documented_as_without_effect() -> None:
+    fields = set(ChatCompletionRequest.model_fields)
+    refused_fields = {name for name in fields if "BeforeValidator" in repr(ChatCompletionRequest.model_fields[name])}
+    refused_fields = {
+        name for name in refused_fields if ChatCompletionRequest.model_fields[name].annotation is type(None)
+    }
+    for name in refused_fields:
+        assert refused(**{name: "x"}).code == "unsupported_parameter"
+    for name in WITHOUT_EFFECT:
+        assert f"`{name}" in (protocol.__doc__ or "")
+    honoured = fields - refused_fields - set(WITHOUT_EFFECT)
+    assert honoured == {
+        *("model", "messages", "modalities", "audio", "speaker", "voice", "stream", "stream_options", "n"),
+        *("response_format", "max_completion_tokens", "logprobs", "top_logprobs", "seed", "sampling_params_list"),
+        *protocol._THINKER_FIELDS,
+    }
+
+
+def test_fields_without_effect_are_accepted() -> None:
+    assert parse(**WITHOUT_EFFECT).overrides() == parse().overrides()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"max_token": 1}, "max_token"),
+        ({"audio": {"voice": "a", "speed": 2}, **SPOKEN}, "audio.speed"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        (user([{"type": "text", "text": "a", "cache_control": {}}]), "messages.0.content.0.cache_control"),
+        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]}, "messages.0.mood"),
+    ],
+)
+def test_unknown_field_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refused(**fields)
+    assert error.param == param and error.code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"store": True}, "store"),
+        ({"stop": [""]}, "stop.0"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"modalities": []}, "modalities"),
+        ({"modalities": ["text", "text"]}, "modalities"),
+        ({"modalities": ["video"]}, "modalities.0"),
+        ({"modalities": "audio"}, "modalities"),
+        ({"audio": {"voice": "a"}}, "audio"),
+        ({"speaker": "a"}, "speaker"),
+        ({"audio": {"format": "ogg"}, **SPOKEN}, "audio.format"),
+        ({"audio": {"voice": {"id": "voice_1"}}, **SPOKEN}, "audio.voice"),
+        ({"audio": {"voice": "a"}, "speaker": "b", **SPOKEN}, "speaker"),
+        ({"speaker": "a", "voice": "b", **SPOKEN}, "voice"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        (user(None), "messages.0.content"),
+        (user(3), "messages.0.content"),
+        (user([]), "messages.0.content"),
+        (user(["hi"]), "messages.0.content.0"),
+        (user([{"type": "text"}]), "messages.0.content.0.text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages.0.name"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"model": None}, "model"),
+        ({"sampling_params_list": [{}, {}, {}, {}]}, "sampling_params_list"),
+        ({"sampling_params_list": [{"temperature": -1}]}, "sampling_params_list.0.temperature"),
+        ({"sampling_params_list": [{}, {"warmth": 1}]}, "sampling_params_list.1"),
+        ({"sampling_params_list": [{}, {}, {"temperature": 1}]}, "sampling_params_list.2"),
+        ({"sampling_params_list": [{"top_p": 0.5}], "top_p": 0.6}, "sampling_params_list.0.top_p"),
+        ({"sampling_params_list": [{"seed": 5}], "seed": 6}, "sampling_params_list.0.seed"),
+    ],
+)
+def test_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param
+
+
+@pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url", "input_audio", "file", "refusal"])
+def test_part_that_is_not_text_is_named(kind: str) -> None:
+    error = refused(**user([{"type": "text", "text": "look"}, {"type": kind, kind: {"url": "http://x"}}]))
+    assert error.param == "messages.0.content.1" and kind in str(error)
+    assert "this server takes text input only" in str(error)
+
+
+def test_reference_to_earlier_audio_says_what_to_send_instead() -> None:
+    error = refused(messages=[{"role": "assistant", "content": None, "audio": {"id": "audio_1"}}])
+    assert error.param == "messages.0.audio" and "send the transcript as content" in str(error)
+
+
+def test_an_assistant_message_as_openai_returns_it_is_accepted() -> None:
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    assert parse(messages=[message]).messages[0].for_template() == {"role": "assistant", "content": "x"}
+
+
+def test_text_parts_and_developer_messages_reach_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    [message] = parse(messages=[{"role": "developer", "content": parts}]).messages
+    assert message.for_template() == {"role": "system", "content": parts}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"audio": {"voice": "Ethan"}},
+        {"speaker": "Ethan"},
+        {"voice": "Ethan"},
+        {"audio": {"voice": "Ethan", "format": "mp3"}, "speaker": "ethan", "voice": "ETHAN"},
+    ],
+)
+def test_voice_has_three_names(fields: dict[str, Any]) -> None:
+    name = parse(**SPOKEN, **fields).speaker_name
+    assert name is not None and name.lower() == "ethan"
+
+
+def test_audio_format_defaults_to_wav() -> None:
+    assert parse(**SPOKEN).audio_format == parse(**SPOKEN, audio={"voice": "a"}).audio_format == "wav"
+    assert parse(**SPOKEN, audio={"format": "opus"}).audio_format == "opus"
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinker"),
+    [
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"temperature": 0, "top_k": -1}, {"temperature": 0.0, "top_k": 0}),
+        ({"stop": "x"}, {"stop": ["x"]}),
+        ({"stop": ["x", "y"]}, {"stop": ["x", "y"]}),
+        ({"logit_bias": {"7": -1}}, {"logit_bias": {7: -1.0}}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"logprobs": False}, {}),
+        ({"sampling_params_list": [{"top_k": 4}, {"top_k": 5}, {}], "top_p": 0.5}, {"top_p": 0.5, "top_k": 4}),
+        ({"sampling_params_list": [{"top_p": 0.5}], "top_p": 0.5}, {"top_p": 0.5}),
+    ],
+)
+def test_top_level_fields_are_the_thinkers(fields: dict[str, Any], thinker: dict[str, Any]) -> None:
+    own, talker = parse(**fields).overrides()
+    assert own == thinker
+    assert talker == (fields.get("sampling_params_list", [{}, {}])[1:2] or [{}])[0]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 10_000, b"{}{}"]
+)
+def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError, match=r"not JSON|not a JSON object") as caught:
+        parse_chat_request(body)
+    assert caught.value.param is None and caught.value.code == "invalid_json"
