@@ -693,6 +693,13 @@ async def test_metrics_count_what_was_served(client: httpx.AsyncClient, pipeline
         assert line in text.splitlines(), line
 
 
+async def test_openapi_describes_the_request(client: httpx.AsyncClient) -> None:
+    text = (await client.get("/openapi.json")).text
+    operation = json.loads(text)["paths"]["/v1/chat/completions"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert {"model", "messages", "modalities", "audio"} <= set(schema["properties"]) and "$defs" not in text
+
+
 # --- clients that leave ---
 
 

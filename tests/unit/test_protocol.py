@@ -177,14 +177,8 @@ def test_reference_to_earlier_audio_says_what_to_send_instead() -> None:
 
 
 def test_an_assistant_message_as_openai_returns_it_is_accepted() -> None:
-    message = {
-        "role": "assistant",
-        "content": "x",
-        "refusal": None,
-        "annotations": [],
-        "audio": None,
-        "tool_calls": None,
-    }
+    nothing: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    message = {"role": "assistant", "content": "x"} | nothing
     assert parse(messages=[message]).messages[0].for_template() == {"role": "assistant", "content": "x"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from triptych import __version__
 from triptych.config.schema import DeployConfig
@@ -24,6 +25,7 @@ from triptych.server.auth import require_key
 from triptych.server.chat import Chat, Orchestrator
 from triptych.server.errors import ModelNotFoundError
 from triptych.server.metrics import Metrics
+from triptych.server.protocol import ChatCompletionRequest
 from triptych.server.sse import ClientGone
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -83,7 +85,7 @@ def _api(chat: Chat, names: Sequence[str], voices: Sequence[str], max_model_len:
         for name in names
     }
 
-    @router.post("/chat/completions")
+    @router.post("/chat/completions", openapi_extra=_json_body(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         return await chat.complete(request)
 
@@ -107,6 +109,23 @@ def _api(chat: Chat, names: Sequence[str], voices: Sequence[str], max_model_len:
         return {"voices": [{"id": voice, "name": voice} for voice in voices], "default": next(iter(voices), None)}
 
     return router
+
+
+def _json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """A request body for `/openapi.json`, since the route reads the body itself. References are written out."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def written_out(value: Any) -> Any:
+        if isinstance(value, list):
+            return [written_out(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            return written_out(definitions[value["$ref"].rsplit("/", 1)[-1]])
+        return {key: written_out(item) for key, item in value.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": written_out(schema)}}}}
 
 
 def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: float) -> APIRouter:
