@@ -105,11 +105,18 @@ class Detokenizer:
         before, text = 0, ""
         if self._unfinished:
             # Fed alone, the first byte shows whether it goes on with the character or leaves it malformed.
-            text, data = self._utf8.decode(data[:1]), data[1:]
-            before = int(text != "" and (len(text) > 1 or self._utf8.getstate()[0] != b""))
-        text += self._utf8.decode(data)
-        self._unfinished = self._utf8.getstate()[0] != b""
-        return text, before
+            text, data = self._feed(data[:1]), data[1:]
+            before = int(text != "" and (len(text) > 1 or self._unfinished))
+        return text + self._feed(data), before
+
+    def _feed(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        rest = self._utf8.getstate()[0]
+        if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:
+            # A surrogate, which is malformed already, but Python waits for its third byte.
+            text, rest = text + self._utf8.decode(b"", final=True), b""
+        self._unfinished = rest != b""
+        return text
 
     def _advance(self, text: str) -> Piece:
         """Look for stop strings in new text, and release what is certain."""
