@@ -1,9 +1,10 @@
 """Stages without a model, in real stage processes: what the tests of the pipeline run against.
 
 A request says by its `max_tokens` how many words it wants and by its `seed` what every word and sample of it holds.
-Its id may ask for trouble: `fail-KIND`, `hang-KIND`, `raise-KIND`, `kill-KIND` and `freeze-KIND` happen in that stage, once it has
-worked on the request. `model` is a JSON object of knobs: `pace_s`, seconds that each step takes; `load_s`; `refuse`,
-the kind of the stage that cannot load; `once`, a file whose absence makes the load of the stage crash.
+Its id may ask for trouble: `reject-KIND`, `fail-KIND`, `hang-KIND` and `raise-KIND` happen in that stage, all but the
+first once it has worked on the request. `model` is a JSON object of knobs: `pace_s`, seconds that each step takes;
+`load_s`, seconds that each load takes; `refuse` and `die`, the stage that says why it cannot load, and the one that
+does not; `sick`, a file whose presence makes the Talker fail each warm-up.
 
 Run as a script it is the entry of a stage process; with `--serve` it is a whole server that waits for a signal.
 """
@@ -31,8 +32,6 @@ from triptych.connectors.wire import (
     Grant,
     SpeechOutput,
     StageStats,
-    SubmitCodec,
-    SubmitSpeech,
     SubmitText,
     TextOutput,
 )
@@ -134,14 +133,14 @@ class FakeStage:
         self.steps = 0
         if self.knobs.get("refuse") == self.kind:
             raise CheckpointError(f"the weights of {self.kind} are made of cheese")
-        once = self.knobs.get("once")
-        if once and self.kind == "talker" and not os.path.exists(once):
+        if self.knobs.get("die") == self.kind:
             os._exit(3)
         time.sleep(self.knobs.get("load_s", 0))
         context.progress(1, 1)
 
     def submit(self, message: Submit) -> None:
-        if message.request_id.startswith("reject-") and message.request_id.endswith(self.kind):
+        sick = self.kind == "talker" and os.path.exists(self.knobs.get("sick", ""))
+        if message.request_id == f"reject-{self.kind}" or (sick and message.request_id.startswith("warm-up")):
             self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message="I was told to reject"))
             return
         self.held[message.request_id] = Held(message, credit=getattr(message, "credit", 0))
@@ -267,10 +266,6 @@ class FakeStage:
             self.outbox.send(Failed(request_id=request_id, stage=self.kind, message="I was told to fail"))
         elif request_id.startswith("raise-"):
             raise RuntimeError("I was told to raise")
-        elif request_id.startswith("kill-"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif request_id.startswith("freeze-"):
-            os.kill(os.getpid(), signal.SIGSTOP)
 
 
 async def serve() -> None:

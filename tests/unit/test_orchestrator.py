@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -61,7 +62,9 @@ def test_a_prompt_may_fill_the_context_but_for_one_token() -> None:
 
 def test_max_tokens_beyond_the_context_are_refused_with_the_number_that_fits() -> None:
     admit(sized(4000, max_tokens=96), DEPLOY, CONFIG)
-    with pytest.raises(ContextLengthError, match="4000 prompt tokens and max_tokens 97 make 4097.*at most 96") as caught:
+    with pytest.raises(
+        ContextLengthError, match=r"4000 prompt tokens and max_tokens 97 make 4097.*at most 96"
+    ) as caught:
         admit(sized(4000, max_tokens=97), DEPLOY, CONFIG)
     assert caught.value.param == "max_tokens" and caught.value.code == "context_length_exceeded"
 
@@ -127,7 +130,7 @@ def test_a_request_ends_with_the_last_of_its_three_endings(
     order: tuple[int, ...], text_reason: str, speech_reason: str
 ) -> None:
     one = state()
-    endings = [
+    endings: list[Callable[[], object]] = [
         lambda: one.on_text(text(0, text_reason)),
         lambda: one.on_speech(speech(2, speech_reason)),
         lambda: one.on_audio(audio(0, final=True), b""),
@@ -168,8 +171,11 @@ def test_output_after_the_end_is_an_error() -> None:
 @pytest.mark.parametrize("speech_first", [True, False])
 def test_frames_that_the_vocoder_lost_are_an_error(speech_first: bool) -> None:
     one = state()
-    steps = [lambda: one.on_speech(speech(3)), lambda: one.on_audio(audio(0, frames=2, final=True), b"")]
-    first, second = steps if speech_first else reversed(steps)
+    steps: list[Callable[[], object]] = [
+        lambda: one.on_speech(speech(3)),
+        lambda: one.on_audio(audio(0, frames=2, final=True), b""),
+    ]
+    first, second = steps if speech_first else steps[::-1]
     first()
     with pytest.raises(StageError, match="decoded 2 of 3 frames"):
         second()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import zmq
 
 from triptych.connectors.wire import ToStage, encode
+from triptych.errors import ConnectorClosed
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +39,13 @@ class ControlSocket:
         self._loop.add_reader(self._fd, self.drain)
 
     def send(self, identity: bytes, message: ToStage) -> bool:
-        """False when the process is gone, or has not read for HIGH_WATER_MARK messages."""
+        """False when the process has not read for HIGH_WATER_MARK messages. Raises ConnectorClosed when it is gone."""
         try:
             self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
+            raise ConnectorClosed(f"{identity!r}: {error}") from error
         finally:
             self._loop.call_soon(self.drain)  # a send may use up the edge that announces a message
         return True

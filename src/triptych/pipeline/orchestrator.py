@@ -245,7 +245,7 @@ class Orchestrator:
         request_id = running.state.request_id
         del self._running[request_id]
         hosts = {self._supervisor.host(kind) for kind in running.state.stages}
-        told = {host for host in hosts if self._supervisor.send(host, Abort(request_id=request_id))}
+        told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
         stages = {kind for kind in running.state.stages if self._supervisor.host(kind) in told}
         if stages:
             self._freeing[request_id] = _Freeing(stages, self._loop.call_later(FREE_S, self._give_up, request_id))

@@ -25,7 +25,7 @@ from triptych.connectors.wire import (
     Shutdown,
     ToStage,
 )
-from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
+from triptych.errors import CheckpointError, ConfigError, ConnectorClosed, StageError, TriptychError
 from triptych.pipeline.control import ControlSocket
 from triptych.pipeline.health import ProcessState
 from triptych.pipeline.restarts import RestartBudget
@@ -97,6 +97,8 @@ class Supervisor:
             asyncio.create_task(self._keep_alive(process), name=f"process {name}")
             for name, process in self.processes.items()
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._check_task)
         await self._settled.wait()
         if self._start_error is not None:
             raise self._start_error
@@ -127,10 +129,14 @@ class Supervisor:
         """False when there is nobody to send to. A process that has stopped reading is killed."""
         if process.identity is None:
             return False
-        if not self._control.send(process.identity, message):
-            self.kill(process, "it takes no messages")
+        try:
+            sent = self._control.send(process.identity, message)
+        except ConnectorClosed:
+            logger.debug("process %s is gone; its exit status is still to come", process.name)
             return False
-        return True
+        if not sent:
+            self.kill(process, "it takes no messages")
+        return sent
 
     def kill(self, process: StageProcess, because: str) -> None:
         """End the OS process now; what follows is what follows any other death."""
@@ -212,6 +218,15 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay)
                 return
+
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        """A fault of the supervisor itself must not leave `start` waiting, nor a process unwatched in silence."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.critical("%s is not watched any more", task.get_name(), exc_info=error)
+            if not self._settled.is_set():
+                self._start_error = StageError(f"{task.get_name()} cannot be watched: {error!r}", "server")
+                self._settled.set()
 
     def _next_delay(self, process: StageProcess) -> float | None:
         """None for a process that never was ready: what keeps it from that is for the user to see, not to retry."""

@@ -63,7 +63,7 @@ class StageLoader:
             outbox=self._outbox,
             senders={target: sender for (source, target), sender in self._senders.items() if source == kind},
             receivers={source: receiver for (source, target), receiver in self._receivers.items() if target == kind},
-            progress=_progress(kind, self._outbox),
+            progress=report_progress(kind, self._outbox),
         )
 
 
@@ -95,7 +95,7 @@ def load_stage(context: StageContext) -> Stage:
     return CodecStage.load(context)
 
 
-def _progress(kind: StageKind, outbox: Outbox) -> Callable[[int, int], None]:
+def report_progress(kind: StageKind, outbox: Outbox) -> Callable[[int, int], None]:
     """Reports at most a hundred times a stage: a checkpoint has thousands of tensors."""
     reported = -1
 

@@ -181,7 +181,6 @@ def run_process(*, endpoint: str, process: str, load: Load, lifeline_fd: int = 0
     control.setsockopt(zmq.IDENTITY, f"{process}:{os.getpid()}".encode())
     control.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER_MARK)
     control.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
-    control.setsockopt(zmq.LINGER, LINGER_MS)
     control.connect(endpoint)
     outbox = Outbox(control)
     outbox.send(Hello(process=process, pid=os.getpid()))
@@ -193,7 +192,7 @@ def run_process(*, endpoint: str, process: str, load: Load, lifeline_fd: int = 0
         if lifeline.cut:
             life.sweep()
         lifeline.release()
-        control.close()
+        control.close(linger=0 if lifeline.cut else LINGER_MS)
         context.term()
 
 
