@@ -118,6 +118,6 @@ class AttentionProjections(nn.Module):
         qk = rotate(rms_norm(qkv[:, :turning], self.qk_norm, self.qk_scaled, self.eps), cos, signed_sin)
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turning:]
 
-    def merge(self, attended: Tensor) -> Tensor:
-        """[N, heads, D] -> [N, hidden]."""
-        return F.linear(attended.reshape(attended.shape[0], -1), self.out)
+    def merge(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The output product of [N, heads, D], added to residual [N, hidden]."""
+        return torch.addmm(residual, attended.reshape(attended.shape[0], -1), self.out.t())

@@ -35,5 +35,5 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
         """x [N, hidden] -> [N, hidden]."""
         q, k, v = self.attention.project(self.input_norm(x), cos, signed_sin)
-        x = x + self.attention.merge(attend(q, k, v))
-        return x.add_(self.feed_forward(self.post_norm(x)))
+        x = self.attention.merge(x, attend(q, k, v))
+        return self.feed_forward(x, self.post_norm(x))  # type: ignore[no-any-return]

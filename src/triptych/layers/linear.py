@@ -18,13 +18,18 @@ def padded_rows(rows: int, tile: int) -> int:
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up as one product (HF `Qwen3OmniMoeMLP`)."""
+    """Adds down(silu(gate(x)) * up(x)) to a residual, gate and up as one product (HF `Qwen3OmniMoeMLP`)."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden, intermediate), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`."""
+        return residual.addmm_(self.inner(x), self.down.t())
+
+    def inner(self, x: Tensor) -> Tensor:
+        """x [N, hidden] -> [N, intermediate], what the last product takes."""
         gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), self.down)
+        return F.silu(gate).mul_(up)

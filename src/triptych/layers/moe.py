@@ -38,17 +38,18 @@ class SparseMoE(nn.Module):
         if self.shared is not None:
             self.shared_gate = nn.Parameter(torch.empty(1, hidden), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [N, hidden] -> [N, hidden]; N is a multiple of `row_tile`."""
+    def forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`; N is a multiple of `row_tile`."""
         probabilities = torch.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float)
         weights, experts = torch.topk(probabilities, self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out = self._experts(x, experts, weights.to(x.dtype))
+        out = residual.add_(self._experts(x, experts, weights.to(x.dtype)))
         if self.shared is not None:
             # Widened first: a sigmoid over one column would mix vector and scalar code, which round differently.
             gate = F.linear(x, self.shared_gate).expand(-1, _LANES).contiguous()
-            out = out.addcmul_(gate.sigmoid_()[:, :1], self.shared(x))
+            shared = F.linear(self.shared.inner(x), self.shared.down)
+            out = out.addcmul_(gate.sigmoid_()[:, :1], shared)
         return out
 
     def _experts(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -36,14 +36,15 @@ class FrameAttention:
         new = q.shape[0] // batch
         rows, heads, dim = q.shape
         start, self.filled = self.filled, self.filled + new
-        kv = torch.cat((k, v), dim=1)
         if new == 1:
-            self.cache[:, :, start] = kv
+            self.cache[:, : self.kv_heads, start] = k
+            self.cache[:, self.kv_heads :, start] = v
             # The query heads of one key head stand on the query axis: no mask is needed for a single position.
             grouped = q.view(batch, self.kv_heads, heads // self.kv_heads, dim)
             seen = self.cache[:, :, : self.filled]
             out = F.scaled_dot_product_attention(grouped, seen[:, : self.kv_heads], seen[:, self.kv_heads :])
             return out.reshape(rows, heads, dim)
+        kv = torch.cat((k, v), dim=1)
         self.cache[:, :, start : self.filled] = kv.view(batch, new, 2 * self.kv_heads, dim).transpose(1, 2)
         seen = self.cache[:, :, : self.filled]
         out = F.scaled_dot_product_attention(
