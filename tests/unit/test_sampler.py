@@ -12,7 +12,7 @@ from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
-from triptych.engine.sampler import Sampler, draw_top
+from triptych.engine.sampler import Sampler, _weights, draw_top
 from triptych.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -81,6 +81,18 @@ def test_draw_top_is_the_same_for_a_row_alone_and_in_a_batch(vocab: int, top_k: 
     whole = draw(slice(None))
     for size in (1, 2, 7, 17, 33):
         assert [token for start in range(0, 96, size) for token in draw(slice(start, start + size))] == whole
+
+
+def test_sums_of_weights_are_exact_in_any_order() -> None:
+    """What makes a draw independent of how a kernel splits its sums: over the largest vocabulary, none rounds."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2**18) * torch.tensor([[0.01], [1.0], [4.0]])
+    weights = _weights(x, x.amax(-1, keepdim=True), 1.0)
+    exact = [sum(int(weight) for weight in row) for row in weights.tolist()]
+    for _ in range(3):
+        shuffled = weights[:, torch.randperm(2**18)]
+        assert shuffled.cumsum(-1, dtype=torch.float64)[:, -1].tolist() == exact
+        assert shuffled.sum(-1, dtype=torch.float64).tolist() == exact
 
 
 def test_the_sampler_and_draw_top_agree() -> None:
