@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from triptych import log
 from triptych.cli.options import (
     DeployConfigPath,
     LogLevel,
@@ -43,7 +44,6 @@ def command(
     log_level: LogLevelOption = LogLevel.warning,
 ) -> None:
     """Serve MODEL, stream one spoken answer through the openai client into a WAV file, print what was measured."""
-    from triptych import log
     from triptych.models.registry import SYNTHETIC
 
     log.configure(log_level.value)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from triptych import log
 from triptych.cli.options import (
     DeployConfigPath,
     LogLevel,
@@ -54,6 +55,7 @@ def command(
     messages.append({"role": "user", "content": prompt})
     given = {"max_tokens": max_tokens, "temperature": temperature}
     thinker = {name: value for name, value in given.items() if value is not None}
+    log.configure(log_level.value)
     with stoppable():
         _run(model, messages, wanted, voice, seed, thinker, out, deploy_config, stage_overrides, platform, log_level)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from triptych import log
 from triptych.cli.options import (
     DeployConfigPath,
     LogLevel,
@@ -63,7 +64,6 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved deploy config and stop.")] = False,
 ) -> None:
     """Serve MODEL behind an OpenAI-compatible API."""
-    from triptych import log
     from triptych.config.resolve import to_yaml
 
     log.configure(log_level.value)

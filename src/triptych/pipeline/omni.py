@@ -14,9 +14,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from triptych import log
 from triptych.config.platform import Platform
-from triptych.errors import RequestError, TriptychError
+from triptych.errors import ConfigError, RequestError, TriptychError
+from triptych.log import LEVELS
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.launch import plan
 from triptych.pipeline.orchestrator import Orchestrator
@@ -52,7 +52,8 @@ class Omni:
     """A model, loaded and ready. Use it as a context manager, or call `close`.
 
     `model` is a checkpoint folder, a Hugging Face repository, or "tiny", "bench", "mini". The other arguments are those
-    of `triptych serve`. Raises ConfigError, CheckpointError or StageError when the model cannot be loaded.
+    of `triptych serve`; `log_level` is that of the stage processes, while this process keeps its own logging. Raises
+    ConfigError, CheckpointError or StageError when the model cannot be loaded.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class Omni:
         log_level: str = "warning",
         on_progress: Progress | None = None,
     ) -> None:
-        log.configure(log_level)
+        if log_level not in LEVELS:
+            raise ConfigError(f"{log_level!r} is not one of {', '.join(LEVELS)}", "log_level")
         self._plan = plan(
             model,
             deploy_config=deploy_config,
