@@ -73,7 +73,7 @@ def serving(environment: dict[str, str], *arguments: str) -> Iterator[Served]:
         yield served
     finally:
         served.process.kill()
-        served.process.wait(timeout=30)
+        served.process.communicate(timeout=30)
 
 
 @pytest.fixture(scope="module")
