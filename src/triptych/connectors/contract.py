@@ -2,14 +2,18 @@
 
 An edge joins one source stage to one target stage. Per request and edge:
 
-- handoffs carry `seq` 0, 1, 2, ... and the last one has `final=True`; the receiving side raises `SequenceGap` for that
-  request when one is missing or doubled (an error, never silence);
+- handoffs carry `seq` 0, 1, 2, ... and the last one has `final=True`; the receiving side reports `SequenceGap` for that
+  request when one is missing or doubled (an error, never silence) and closes it;
 - at most `window` handoffs are unconsumed at any time. `try_put` never waits: it returns False when the window is
   full (or the transport would block), and the caller parks that one request and tries again when `writable()` names it;
-- `close` frees whatever either side holds for the request (credit, unread shared memory), is idempotent, and is called
-  on finish, abort and failure. A handoff for a closed or unknown request is dropped and its memory released;
-- arrays are numpy arrays (any dtype msgspec can name, C-contiguous); the receiver gets equal arrays that stay valid
-  until `release`.
+- an edge ends by itself when the final handoff has been released. `close` ends it at any other time: it frees whatever
+  either side holds for the request (credit, unread shared memory), is idempotent, and is called on abort and failure.
+  At the source it changes nothing after the final handoff: what is on its way still arrives. A handoff for a closed
+  request is dropped and its memory released, and the source then puts into the void: `try_put` returns True;
+- ids of requests never repeat;
+- arrays are numpy arrays of booleans, integers, floats or complex numbers. The source must not write into one it has
+  put; the receiver gets equal, C-contiguous arrays that stay valid until `release`, and does not write into them either
+  (within a process they are the same arrays).
 """
 
 from __future__ import annotations
@@ -39,13 +43,16 @@ class Sender(Protocol):
     """The source stage's half of an edge."""
 
     def open(self, request_id: str) -> None:
-        """Start a request: full credit, seq 0."""
+        """Start a request: full credit, seq 0. Raises ConnectorError when it is open already."""
 
     def try_put(self, request_id: str, arrays: Arrays, *, final: bool = False) -> bool:
-        """Send the next handoff, or return False (nothing sent) when the request has no credit."""
+        """Send the next handoff, or return False (nothing sent) when the request has no credit.
+
+        Raises ConnectorError on an array that cannot travel, and after the final handoff.
+        """
 
     def writable(self) -> list[str]:
-        """Requests that were refused by `try_put` and have got credit since; each is named once."""
+        """Requests that were refused by `try_put` and have got credit since, or need none any more; each named once."""
 
     def close(self, request_id: str) -> None: ...
 
@@ -57,9 +64,16 @@ class Receiver(Protocol):
         """Expect this request. Handoffs that arrived before `open` are kept (bounded by the sender's window)."""
 
     def receive(self) -> list[Handoff | tuple[str, Exception]]:
-        """Everything that has arrived, in order, without waiting. A tuple is (request id, SequenceGap)."""
+        """Everything that has arrived, in order, without waiting.
+
+        A tuple is (request id, ConnectorError) and the last of its request: a SequenceGap, or a handoff that cannot be
+        read, or a full window of which this stage has released nothing for `put_timeout_s`. Call it about every second.
+        """
 
     def release(self, handoff: Handoff) -> None:
-        """The stage has consumed this handoff: its memory is freed and its credit goes back to the sender."""
+        """The stage has consumed this handoff: its arrays are gone from it, and its credit goes back to the sender.
+
+        Idempotent, and allowed after `close`.
+        """
 
     def close(self, request_id: str) -> None: ...
