@@ -108,7 +108,7 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
                 started = time.monotonic()
                 async for chunk in await client.chat.completions.create(**request):
                     for choice in chunk.choices:
-                        _take(choice.delta, answer, file, time.monotonic() - started)
+                        _take(choice.delta.to_dict(), answer, file, time.monotonic() - started)
                 answer.audio_s = file.tell() / plan.config.sample_rate
     except openai.OpenAIError as error:
         raise TriptychError(f"the request failed: {error}") from error
@@ -117,12 +117,12 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
     return answer
 
 
-def _take(delta: Any, answer: _Answer, file: wave.Wave_write, now: float) -> None:
-    """One delta of the stream. `audio` is not among the client's own types; it comes as a plain mapping."""
-    audio = getattr(delta, "audio", None) or {}
+def _take(delta: dict[str, Any], answer: _Answer, file: wave.Wave_write, now: float) -> None:
+    """One delta of the stream, as plain values: older clients have no type for `audio`."""
+    audio = delta.get("audio") or {}
     if text := audio.get("transcript"):
         answer.transcript += text
-    if (text or delta.content) and not answer.ttft_s:
+    if (text or delta.get("content")) and not answer.ttft_s:
         answer.ttft_s = now
     if data := audio.get("data"):
         file.writeframes(base64.b64decode(data))
