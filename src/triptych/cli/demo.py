@@ -106,9 +106,10 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
             with wave.open(str(out), "wb") as file:
                 file.setparams((1, 2, plan.config.sample_rate, 0, "NONE", ""))
                 started = time.monotonic()
-                async for chunk in await client.chat.completions.create(**request):
-                    for choice in chunk.choices:
-                        _take(choice.delta.to_dict(), answer, file, time.monotonic() - started)
+                async with await client.chat.completions.create(**request) as stream:
+                    async for chunk in stream:
+                        for choice in chunk.choices:
+                            _take(choice.delta.to_dict(), answer, file, time.monotonic() - started)
                 answer.audio_s = file.tell() / plan.config.sample_rate
     except openai.OpenAIError as error:
         raise TriptychError(f"the request failed: {error}") from error
