@@ -231,7 +231,7 @@ def test_a_voice_that_is_not_there_is_refused_with_those_that_are(environment: d
 
 
 def test_the_demo_leaves_a_wav_and_its_numbers(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(environment, "demo", "--seed", "1", "--max-tokens", "8", cwd=tmp_path)
+    done = run(environment, "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in ("assistant", "TTFT", "TTFP", "RTF"))
     with wave.open(str(tmp_path / "demo.wav")) as file:

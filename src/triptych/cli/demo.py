@@ -36,7 +36,7 @@ def command(
     model: Model = "tiny",
     prompt: Annotated[str, typer.Option(help="What the user says.")] = "Hello! Who are you?",
     out: Annotated[Path, typer.Option(help="Where the speech goes, as it comes.", dir_okay=False)] = Path("demo.wav"),
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 7,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of text.", min=1)] = 64,
     deploy_config: DeployConfigPath = None,
     stage_overrides: StageOverrides = None,
@@ -75,7 +75,7 @@ class _Answer:
     audio_s: float = 0.0
 
 
-async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int | None, max_tokens: int, log_level: str) -> _Answer:
+async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int, max_tokens: int, log_level: str) -> _Answer:
     from triptych.cli.progress import LoadDisplay
 
     started = time.monotonic()
@@ -87,7 +87,7 @@ async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int | None, max_
             return await _ask(plan, f"{url_of(listener)}/v1", prompt, out, seed, max_tokens)
 
 
-async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: int | None, max_tokens: int) -> _Answer:
+async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: int, max_tokens: int) -> _Answer:
     import openai
 
     answer = _Answer()
@@ -97,10 +97,9 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
         "modalities": ["text", "audio"],
         "audio": {"voice": plan.config.default_speaker, "format": "pcm16"},
         "max_tokens": max_tokens,
+        "seed": seed,
         "stream": True,
     }
-    if seed is not None:
-        request["seed"] = seed
     try:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
             with wave.open(str(out), "wb") as file:
@@ -114,7 +113,7 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
     except openai.OpenAIError as error:
         raise TriptychError(f"the request failed: {error}") from error
     if not answer.audio_s:
-        raise TriptychError("the answer has no audio")
+        raise TriptychError("the model ended its speech before it began; try another --seed")
     return answer
 
 
