@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -416,12 +415,3 @@ def test_the_end_of_the_server_is_the_end_of_everything(number: signal.Signals) 
             time.sleep(0.01)
         assert "Traceback" not in server.stderr.read()
     assert server.returncode == (-signal.SIGKILL if number is signal.SIGKILL else 0)
-
-
-def test_the_configuration_that_a_process_gets_is_the_one_that_was_given() -> None:
-    from triptych.connectors.wire import Configure, decode_to_stage, encode
-
-    configure = Configure(deploy=deploy_config(), model="m", process="text", run_dir="/r", peers={"text": "ipc://x"})
-    assert decode_to_stage(encode(configure)) == configure
-    with pytest.raises(msgspec.DecodeError):
-        decode_to_stage(b"\x81\xa4type\xa4Nope")

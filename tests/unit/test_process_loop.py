@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -31,6 +32,7 @@ from triptych.connectors.wire import (
     ToServer,
     ToStage,
     decode_to_server,
+    decode_to_stage,
     encode,
 )
 from triptych.errors import ConnectorClosed, StageError
@@ -380,3 +382,10 @@ def test_an_edge_without_a_connector_follows_from_its_processes() -> None:
     shared = deploy_config(processes=("one", "one", "two"))
     assert connector(shared, shared.stages[0], shared.stages[1]).kind == "inproc"
     assert connector(shared, shared.stages[1], shared.stages[2]).kind == "shm"
+
+
+def test_a_process_gets_the_configuration_that_was_given() -> None:
+    configure = Configure(deploy=deploy_config(), model="m", process="text", run_dir="/r", peers={"text": "ipc://x"})
+    assert decode_to_stage(encode(configure)) == configure
+    with pytest.raises(msgspec.DecodeError):
+        decode_to_stage(encode(Freed(request_id="r", stage="talker")))

@@ -25,7 +25,7 @@ class ControlSocket:
     `receive(identity, frames)` is called for every message, in order for each process.
     """
 
-    def __init__(self, endpoint: str, receive: Receive) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -33,9 +33,11 @@ class ControlSocket:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(endpoint)
         self._loop = asyncio.get_running_loop()
         self._fd = self._socket.fileno()
+
+    def bind(self, endpoint: str) -> None:
+        self._socket.bind(endpoint)
         self._loop.add_reader(self._fd, self.drain)
 
     def send(self, identity: bytes, message: ToStage) -> bool:

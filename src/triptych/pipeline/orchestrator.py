@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,27 +16,20 @@ import msgspec
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors import segments
 from triptych.connectors.wire import (
-    Abort,
-    AudioOutput,
-    Failed,
     Fatal,
     Freed,
-    Grant,
     Heartbeat,
     Hello,
     Loaded,
     LoadProgress,
-    SpeechOutput,
-    TextOutput,
     decode_to_server,
 )
-from triptych.errors import CapacityError, ConfigError, DeadlineError, RequestError, StageError, TriptychError
+from triptych.errors import CapacityError, ConfigError, TriptychError
 from triptych.models.qwen3_omni.config import OmniConfig
-from triptych.pipeline.admission import AUDIO_CREDIT, Admission, admit
-from triptych.pipeline.control import ControlSocket
+from triptych.pipeline.admission import admit
 from triptych.pipeline.health import PipelineHealth, ProcessState
 from triptych.pipeline.request import GenerationRequest
-from triptych.pipeline.request_state import RequestState
+from triptych.pipeline.request_table import RequestTable
 from triptych.pipeline.stage_process import StageProcess
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import STAGE_COMMAND, Progress, Supervisor
@@ -46,21 +38,7 @@ from triptych.pipeline.warm_up import warm_up_request
 logger = logging.getLogger(__name__)
 
 LONGEST_IPC_PATH = 100  # a UNIX socket path has room for 103 to 107 bytes
-FREE_S = 10.0  # for every stage to answer `Abort`; a stage that is stuck longer misses its heartbeats too
 RETRY_AFTER_FAILED_S = 60
-
-
-@dataclass(slots=True)
-class _Running:
-    state: RequestState
-    stream: RequestStream
-    deadline: asyncio.TimerHandle
-
-
-@dataclass(slots=True)
-class _Freeing:
-    stages: set[StageKind]
-    deadline: asyncio.TimerHandle
 
 
 class Orchestrator:
@@ -69,19 +47,18 @@ class Orchestrator:
     Everything runs in the event loop that `start` was awaited in; no method may be called from another thread.
     """
 
-    def __init__(self, deploy: DeployConfig, config: OmniConfig, run_dir: Path) -> None:
+    def __init__(self, *, supervisor: Supervisor, deploy: DeployConfig, config: OmniConfig, run_dir: Path) -> None:
+        self._supervisor = supervisor
         self._deploy = deploy
         self._config = config
         self._run_dir = run_dir
         self._loop = asyncio.get_running_loop()
-        self._running: dict[str, _Running] = {}
-        self._freeing: dict[str, _Freeing] = {}
+        self._requests = RequestTable(supervisor)
         self._warm_ups: set[asyncio.Task[None]] = set()
         self._warm_up_numbers = itertools.count()
         self._started = False
         self._closed = False
-        self._control: ControlSocket
-        self._supervisor: Supervisor
+        supervisor.listen(receive=self._receive, on_loaded=self._on_loaded, on_down=self._requests.lose)
 
     @classmethod
     async def start(
@@ -101,23 +78,17 @@ class Orchestrator:
         """
         segments.sweep_stale()
         run_dir = _make_run_dir()
-        self = cls(deploy, config, run_dir)
-        endpoint = f"ipc://{run_dir}/control.sock"
-        self._control = ControlSocket(endpoint, self._receive)
-        self._supervisor = Supervisor(
+        supervisor = Supervisor(
             deploy=deploy,
             model=model,
             run_dir=run_dir,
             command=command,
             log_level=log_level,
-            endpoint=endpoint,
-            control=self._control,
             on_progress=on_progress or _ignore,
-            on_loaded=self._on_loaded,
-            on_down=self._on_down,
         )
+        self = cls(supervisor=supervisor, deploy=deploy, config=config, run_dir=run_dir)
         try:
-            await self._supervisor.start()
+            await supervisor.start()
             await self._warm_up()
         except BaseException:
             await self.close()
@@ -136,20 +107,17 @@ class Orchestrator:
             raise CapacityError("the server is shutting down", status=503)
         for kind in admission.stages:
             self._check_up(kind)
-        held = len(self._running) + len(self._freeing)
+        held = self._requests.num_running + self._requests.num_freeing
         if held >= self._max_num_seqs + self._deploy.max_queued_requests:
             raise CapacityError(
                 f"{held} requests are running or waiting (max_num_seqs {self._max_num_seqs} + max_queued_requests "
                 f"{self._deploy.max_queued_requests}); try again later"
             )
-        return self._open(request, admission, self._deploy.request_timeout_s)
+        return self._requests.open(request, admission, self._deploy.request_timeout_s)
 
     def cancel(self, request_id: str) -> None:
         """End a request now: its stream's next and last event is a Done with finish reason "abort". Idempotent."""
-        running = self._running.get(request_id)
-        if running is not None:
-            self._abort(running)
-            running.stream.cut(running.state.terminal("abort"))
+        self._requests.cancel(request_id)
 
     def health(self) -> PipelineHealth:
         now = self._loop.time()
@@ -160,9 +128,9 @@ class Orchestrator:
             stages={
                 kind: stats for process in self._supervisor.processes.values() for kind, stats in process.stats.items()
             },
-            running=min(len(self._running), self._max_num_seqs),
-            queued=max(0, len(self._running) - self._max_num_seqs),
-            freeing=len(self._freeing),
+            running=min(self._requests.num_running, self._max_num_seqs),
+            queued=max(0, self._requests.num_running - self._max_num_seqs),
+            freeing=self._requests.num_freeing,
         )
 
     async def close(self) -> None:
@@ -170,16 +138,15 @@ class Orchestrator:
         if self._closed:
             return
         self._closed = True
-        for running in list(self._running.values()):
-            self._fail(running, CapacityError("the server is shutting down", status=503))
+        self._requests.fail_all(CapacityError("the server is shutting down", status=503))
         for task in self._warm_ups:
             task.cancel()
-        await self._supervisor.stop()
-        for freeing in self._freeing.values():
-            freeing.deadline.cancel()
-        self._control.close()
-        segments.sweep(self._run_dir.name.removeprefix("triptych-"))
-        shutil.rmtree(self._run_dir, ignore_errors=True)  # its sockets may be unlinked by their owners meanwhile
+        try:
+            await self._supervisor.stop()
+        finally:
+            self._requests.close()
+            segments.sweep(self._run_dir.name.removeprefix("triptych-"))
+            shutil.rmtree(self._run_dir, ignore_errors=True)  # a process may unlink its own socket meanwhile
 
     @property
     def _max_num_seqs(self) -> int:
@@ -199,68 +166,6 @@ class Orchestrator:
         if process.state is not ProcessState.READY:
             retry_after = min(RETRY_AFTER_FAILED_S, 1 + round(process.load_seconds))
             raise CapacityError(f"stage {kind} is {process.state}; try again later", retry_after, status=503)
-
-    def _open(self, request: GenerationRequest, admission: Admission, timeout_s: float) -> RequestStream:
-        request_id = request.request_id
-        if request_id in self._running or request_id in self._freeing:
-            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
-        running = _Running(
-            state=RequestState(request=request, stages=admission.stages, credit=AUDIO_CREDIT),
-            stream=RequestStream(
-                request_id,
-                on_taken=lambda: self._grant(request_id),
-                on_left=lambda: self._leave(request_id),
-            ),
-            deadline=self._loop.call_later(timeout_s, self._expire, request_id, timeout_s),
-        )
-        self._running[request_id] = running
-        for kind, message in admission.messages:
-            self._supervisor.send(self._supervisor.host(kind), message)
-        return running.stream
-
-    def _grant(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None and not running.state.audio_final:
-            running.state.credit += 1
-            self._supervisor.send(self._supervisor.host("code2wav"), Grant(request_id=request_id, count=1))
-
-    def _leave(self, request_id: str) -> None:
-        running = self._running.get(request_id)
-        if running is not None:
-            self._abort(running)
-
-    def _expire(self, request_id: str, timeout_s: float) -> None:
-        running = self._running[request_id]
-        stage = running.state.waits_for() or "thinker"
-        message = f"the request took longer than {timeout_s:g} s; it waited for stage {stage} after "
-        self._fail(running, DeadlineError(message + running.state.progress(), stage))
-
-    def _fail(self, running: _Running, error: TriptychError) -> None:
-        self._abort(running)
-        running.stream.fail(error)
-
-    def _abort(self, running: _Running) -> None:
-        """Forget the request, and have every stage that may hold it free it."""
-        running.deadline.cancel()
-        request_id = running.state.request_id
-        del self._running[request_id]
-        hosts = {self._supervisor.host(kind) for kind in running.state.stages}
-        told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
-        stages = {kind for kind in running.state.stages if self._supervisor.host(kind) in told}
-        if stages:
-            self._freeing[request_id] = _Freeing(stages, self._loop.call_later(FREE_S, self._give_up, request_id))
-
-    def _give_up(self, request_id: str) -> None:
-        freeing = self._freeing.pop(request_id)
-        logger.warning("request %s: no answer to its abort from %s", request_id, ", ".join(sorted(freeing.stages)))
-
-    def _freed(self, request_id: str, *stages: StageKind) -> None:
-        freeing = self._freeing.get(request_id)
-        if freeing is not None:
-            freeing.stages.difference_update(stages)
-            if not freeing.stages:
-                freeing.deadline.cancel()
-                del self._freeing[request_id]
 
     # --- messages from the stages ---
 
@@ -283,46 +188,11 @@ class Orchestrator:
             case LoadProgress() | Loaded() | Heartbeat() | Fatal():
                 self._supervisor.on_message(process, message)
             case Freed(request_id=request_id, stage=stage):
-                self._freed(request_id, stage)
+                self._requests.freed(request_id, stage)
             case _:
-                running = self._running.get(message.request_id)
-                if running is not None:  # else it crossed our abort on the way
-                    self._advance(running, message, frames[1] if len(frames) > 1 else b"")
-
-    def _advance(
-        self, running: _Running, message: TextOutput | SpeechOutput | AudioOutput | Failed, samples: bytes
-    ) -> None:
-        state, stream = running.state, running.stream
-        try:
-            match message:
-                case TextOutput():
-                    stream.push(state.on_text(message))
-                case AudioOutput():
-                    stream.push(state.on_audio(message, samples))
-                case SpeechOutput():
-                    state.on_speech(message)
-                case Failed(stage=stage, message=reason):
-                    raise StageError(f"stage {stage} failed: {reason}", stage, state.request_id)
-        except StageError as error:
-            logger.error("request %s: %s", state.request_id, error)
-            self._fail(running, error)
-            return
-        done = state.done()
-        if done is not None:
-            running.deadline.cancel()
-            del self._running[state.request_id]
-            stream.push(done)
+                self._requests.advance(message, frames[1] if len(frames) > 1 else b"")
 
     # --- processes ---
-
-    def _on_down(self, process: StageProcess, cause: str) -> None:
-        for running in list(self._running.values()):
-            lost = next((kind for kind in process.stages if running.state.needs(kind)), None)
-            if lost is not None:
-                message = f"stage {lost} (process {process.name!r}) went down: {cause}"
-                self._fail(running, StageError(message, lost, running.state.request_id, status=503))
-        for request_id in list(self._freeing):
-            self._freed(request_id, *process.stages)
 
     def _on_loaded(self, process: StageProcess) -> None:
         if self._started:
@@ -346,7 +216,7 @@ class Orchestrator:
             return
         request = warm_up_request(f"warm-up-{next(self._warm_up_numbers)}", self._config, speak=speak)
         admission = admit(request, self._deploy, self._config)
-        async with self._open(request, admission, self._deploy.stage_init_timeout_s) as stream:
+        async with self._requests.open(request, admission, self._deploy.stage_init_timeout_s) as stream:
             async for event in stream:
                 logger.debug("warm-up: %s", type(event).__name__)
         for process, pid in covered.items():

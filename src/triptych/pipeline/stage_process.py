@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass, field
 
 from triptych.config.schema import StageKind
 from triptych.connectors.wire import Fatal, StageStats
+from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
 from triptych.pipeline.health import ProcessHealth, ProcessState
 from triptych.pipeline.restarts import RestartBudget
 
@@ -41,6 +43,21 @@ class StageProcess:
         self.child = self.identity = self.last_heartbeat = self.killed_because = self.timer = self.fatal = None
         self.loaded = False
         self.stats = {}
+
+    def ending(self, code: int, last_words: Fatal | None) -> TriptychError:
+        """Why the OS process ended: killed by the server, by a signal, or by itself with an error."""
+        stage = self.stages[0]
+        if self.killed_because is not None:
+            return StageError(self.killed_because, stage, status=503)
+        if code < 0:
+            return StageError(f"it was ended by {signal.Signals(-code).name}", stage, status=503)
+        if last_words is None:
+            return StageError(f"it exited with status {code}", stage, status=503)
+        if last_words.error == CheckpointError.__name__:
+            return CheckpointError(last_words.message)
+        if last_words.error == ConfigError.__name__:
+            return ConfigError(last_words.message)
+        return StageError(f"{last_words.error}: {last_words.message}", last_words.stage or stage, status=503)
 
     def health(self, now: float) -> ProcessHealth:
         return ProcessHealth(

@@ -25,8 +25,8 @@ from triptych.connectors.wire import (
     Shutdown,
     ToStage,
 )
-from triptych.errors import CheckpointError, ConfigError, ConnectorClosed, StageError, TriptychError
-from triptych.pipeline.control import ControlSocket
+from triptych.errors import ConnectorClosed, StageError, TriptychError
+from triptych.pipeline.control import ControlSocket, Receive
 from triptych.pipeline.health import ProcessState
 from triptych.pipeline.restarts import RestartBudget
 from triptych.pipeline.stage_process import StageProcess
@@ -42,11 +42,7 @@ Progress = Callable[[LoadProgress | Loaded], None]
 
 
 class Supervisor:
-    """One task for each process: spawn, wait for its end, report it, wait out the backoff, spawn again.
-
-    `on_loaded(process)` is called whenever a process has loaded, and `on_down(process, cause)` whenever one that had
-    been started is gone, before it is started again.
-    """
+    """One task for each process: spawn, wait for its end, report it, wait out the backoff, spawn again."""
 
     def __init__(
         self,
@@ -56,11 +52,7 @@ class Supervisor:
         run_dir: Path,
         command: Sequence[str],
         log_level: str,
-        endpoint: str,
-        control: ControlSocket,
         on_progress: Progress,
-        on_loaded: Callable[[StageProcess], None],
-        on_down: Callable[[StageProcess, str], None],
     ) -> None:
         self._deploy = deploy
         self._model = model
@@ -68,11 +60,12 @@ class Supervisor:
         self._token = run_dir.name.removeprefix("triptych-")
         self._command = tuple(command)
         self._log_level = log_level
-        self._endpoint = endpoint
-        self._control = control
+        self._endpoint = f"ipc://{run_dir}/control.sock"
         self._on_progress = on_progress
-        self._on_loaded = on_loaded
-        self._on_down = on_down
+        self._receive: Receive
+        self._on_loaded: Callable[[StageProcess], None]
+        self._on_down: Callable[[StageProcess, str], None]
+        self._control = ControlSocket(lambda identity, frames: self._receive(identity, frames))
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -88,11 +81,23 @@ class Supervisor:
             for name, stages in deploy.processes.items()
         }
 
+    def listen(
+        self,
+        *,
+        receive: Receive,
+        on_loaded: Callable[[StageProcess], None],
+        on_down: Callable[[StageProcess, str], None],
+    ) -> None:
+        """Whom to tell, before `start`: of every message; whenever a process has loaded; and whenever one is gone,
+        with the cause, before it is started again."""
+        self._receive, self._on_loaded, self._on_down = receive, on_loaded, on_down
+
     async def start(self) -> None:
         """Start every process at the same time and wait until all have loaded.
 
         Raises CheckpointError, ConfigError or StageError with the stage's own message when one does not.
         """
+        self._control.bind(self._endpoint)
         self._tasks = [
             asyncio.create_task(self._keep_alive(process), name=f"process {name}")
             for name, process in self.processes.items()
@@ -117,6 +122,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._control.close()
 
     def host(self, kind: StageKind) -> StageProcess:
         return next(process for process in self.processes.values() if kind in process.stages)
@@ -179,8 +185,15 @@ class Supervisor:
                 process.last_heartbeat = self._loop.time()
                 process.stats = {stats.stage: stats for stats in message.stages}
             case Fatal():
-                if process.fatal is not None and not process.fatal.done():
-                    process.fatal.set_result(message)
+                self._dying(process, message)
+
+    def _dying(self, process: StageProcess, message: Fatal) -> None:
+        """Tell it before the process is gone: what its neighbours then say about lost handoffs only follows from it."""
+        if process.fatal is not None and not process.fatal.done():
+            process.fatal.set_result(message)
+        if process.state is ProcessState.READY:
+            process.state = ProcessState.RESTARTING
+        self._on_down(process, str(process.ending(1, message)))
 
     def _loaded(self, process: StageProcess, message: Loaded) -> None:
         process.loaded = True
@@ -200,7 +213,6 @@ class Supervisor:
             cause = await self._run_once(process)
             was_loaded = process.loaded
             process.reset()
-            segments.sweep(self._token, process.name)
             if self._stopping.is_set():
                 return
             logger.error("process %s (%s) is down: %s", process.name, ", ".join(process.stages), cause)
@@ -212,6 +224,7 @@ class Supervisor:
             else:
                 process.state = ProcessState.RESTARTING
             self._announce_death(process, cause)
+            segments.sweep(self._token, process.name)
             if delay is None:
                 return
             process.restarts += 1
@@ -270,23 +283,15 @@ class Supervisor:
         code = await child.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # what it has started itself goes with it
-        return await self._cause(process, code)
+        return process.ending(code, await self._last_words(process, code))
 
-    async def _cause(self, process: StageProcess, code: int) -> TriptychError:
-        stage = process.stages[0]
-        if process.killed_because is not None:
-            return StageError(process.killed_because, stage, status=503)
-        if code < 0:
-            return StageError(f"it was ended by {signal.Signals(-code).name}", stage, status=503)
-        if process.fatal is not None and code == 1:
-            with contextlib.suppress(TimeoutError):
-                fatal = await asyncio.wait_for(process.fatal, FATAL_S)
-                if fatal.error == CheckpointError.__name__:
-                    return CheckpointError(fatal.message)
-                if fatal.error == ConfigError.__name__:
-                    return ConfigError(fatal.message)
-                return StageError(f"{fatal.error}: {fatal.message}", fatal.stage or stage, status=503)
-        return StageError(f"it exited with status {code}", stage, status=503)
+    async def _last_words(self, process: StageProcess, code: int) -> Fatal | None:
+        """What a process that exited by itself has said before; it may still be on its way."""
+        if process.fatal is None or code != 1:
+            return None
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(process.fatal, FATAL_S)
+        return None
 
     # --- deadlines ---
 

@@ -176,6 +176,8 @@ def run_process(*, endpoint: str, process: str, load: Load, lifeline_fd: int = 0
 
     An error ends the process with status 1, after a `Fatal` that carries its message and a traceback in the log.
     """
+    run_dir = Path(endpoint.removeprefix("ipc://")).parent
+    lifeline = Lifeline(lifeline_fd, grace_s=ORPHAN_GRACE_S, last_resort=lambda: _sweep(run_dir))
     context = zmq.Context()
     control = context.socket(zmq.DEALER)
     control.setsockopt(zmq.IDENTITY, f"{process}:{os.getpid()}".encode())
@@ -184,89 +186,67 @@ def run_process(*, endpoint: str, process: str, load: Load, lifeline_fd: int = 0
     control.connect(endpoint)
     outbox = Outbox(control)
     outbox.send(Hello(process=process, pid=os.getpid()))
-    life = _Life(process, control, outbox, Path(endpoint.removeprefix("ipc://")).parent)
-    lifeline = Lifeline(lifeline_fd, grace_s=ORPHAN_GRACE_S, last_resort=life.sweep)
     try:
-        return life.run(load, lifeline)
+        configure = _await_configure(control, process)
+        return 1 if configure is None else _serve(configure, control, outbox, load, lifeline)
     finally:
         if lifeline.cut:
-            life.sweep()
+            _sweep(run_dir)
         lifeline.release()
         control.close(linger=0 if lifeline.cut else LINGER_MS)
         context.term()
 
 
-class _Life:
-    """One process from `Configure` to its end."""
+def _await_configure(control: zmq.Socket[bytes], process: str) -> Configure | None:
+    if not control.poll(int(CONFIGURE_TIMEOUT_S * 1000)):
+        logger.error("process %s got no configuration within %.0f s", process, CONFIGURE_TIMEOUT_S)
+        return None
+    message = decode_to_stage(control.recv())
+    return message if isinstance(message, Configure) else None
 
-    def __init__(self, process: str, control: zmq.Socket[bytes], outbox: Outbox, run_dir: Path) -> None:
-        self._process = process
-        self._control = control
-        self._outbox = outbox
-        self._run_dir = run_dir
 
-    def run(self, load: Load, lifeline: Lifeline) -> int:
-        configure = self._await_configure()
-        if configure is None:
-            return 1
-        log.configure(configure.log_level, self._process)
-        current: StageLoader | ProcessLoop | None = None
-        endpoint: Endpoint | None = None
-        stages: list[Stage] = []
-        try:
-            started = time.monotonic()
-            endpoint = Endpoint(process=self._process, run_dir=configure.run_dir, peers=configure.peers)
-            current = loader = StageLoader(
-                deploy=configure.deploy,
-                model=configure.model,
-                process=self._process,
-                outbox=self._outbox,
-                endpoint=endpoint,
-            )
-            stages = loader.load(load)
-            self._announce(stages, time.monotonic() - started)
-            current = loop = ProcessLoop(
-                process=self._process,
-                control=self._control,
-                outbox=self._outbox,
-                endpoint=endpoint,
-                stages=stages,
-                lifeline=lifeline,
-            )
-            loop.run()
-        except Exception as error:
-            self._report(error, current.stage if current else None)
-            return 1
-        finally:
-            for stage in reversed(stages):
-                stage.close()
-            if endpoint is not None:
-                endpoint.close()
-        return 0
-
-    def sweep(self) -> None:
-        """The server is gone and cannot tidy up: remove the shared memory and the folder of this run."""
-        segments.sweep(self._run_dir.name.removeprefix("triptych-"))
-        shutil.rmtree(self._run_dir, ignore_errors=True)  # the other processes of this run do the same
-
-    def _await_configure(self) -> Configure | None:
-        if not self._control.poll(int(CONFIGURE_TIMEOUT_S * 1000)):
-            logger.error("process %s got no configuration within %.0f s", self._process, CONFIGURE_TIMEOUT_S)
-            return None
-        message = decode_to_stage(self._control.recv())
-        return message if isinstance(message, Configure) else None
-
-    def _announce(self, stages: Sequence[Stage], seconds: float) -> None:
-        blocks = {stage.kind: stage.stats().kv_blocks_total for stage in stages}
-        summary = tuple(
-            f"{kind} is loaded" + (f", {count} KV blocks" if count else "") for kind, count in blocks.items()
+def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, load: Load, lifeline: Lifeline) -> int:
+    """Load the stages and run the loop. Returns the exit status."""
+    process = configure.process
+    log.configure(configure.log_level, process)
+    doing: StageLoader | ProcessLoop | None = None
+    endpoint: Endpoint | None = None
+    stages: list[Stage] = []
+    try:
+        started = time.monotonic()
+        endpoint = Endpoint(process=process, run_dir=configure.run_dir, peers=configure.peers)
+        doing = loader = StageLoader(
+            deploy=configure.deploy, model=configure.model, process=process, outbox=outbox, endpoint=endpoint
         )
-        self._outbox.send(Loaded(process=self._process, seconds=seconds, summary=summary))
-
-    def _report(self, error: Exception, stage: StageKind | None) -> None:
+        stages = loader.load(load)
+        outbox.send(Loaded(process=process, seconds=time.monotonic() - started, summary=tuple(map(_summary, stages))))
+        doing = loop = ProcessLoop(
+            process=process, control=control, outbox=outbox, endpoint=endpoint, stages=stages, lifeline=lifeline
+        )
+        loop.run()
+    except Exception as error:
+        stage = doing.stage if doing else None
         if isinstance(error, TriptychError):
             logger.error("%s", error)
         else:
-            logger.exception("process %s failed in %s", self._process, stage or "its loop")
+            logger.exception("process %s failed in %s", process, stage or "its loop")
         message = str(error) or repr(error)
-        self._outbox.send(Fatal(process=self._process, message=message, error=type(error).__name__, stage=stage))
+        outbox.send(Fatal(process=process, message=message, error=type(error).__name__, stage=stage))
+        return 1
+    finally:
+        for stage_to_close in reversed(stages):
+            stage_to_close.close()
+        if endpoint is not None:
+            endpoint.close()
+    return 0
+
+
+def _summary(stage: Stage) -> str:
+    blocks = stage.stats().kv_blocks_total
+    return f"{stage.kind} is loaded" + (f", {blocks} KV blocks" if blocks else "")
+
+
+def _sweep(run_dir: Path) -> None:
+    """The server is gone and cannot tidy up: remove the shared memory and the folder of its run."""
+    segments.sweep(run_dir.name.removeprefix("triptych-"))
+    shutil.rmtree(run_dir, ignore_errors=True)  # the other processes of this run do the same

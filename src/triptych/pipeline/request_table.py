@@ -1,0 +1,169 @@
+"""Every request that some stage still holds: those that run, and those that are being freed after an abort."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from triptych.config.schema import StageKind
+from triptych.connectors.wire import Abort, AudioOutput, Failed, Grant, SpeechOutput, TextOutput
+from triptych.errors import DeadlineError, RequestError, StageError, TriptychError
+from triptych.pipeline.admission import AUDIO_CREDIT, Admission
+from triptych.pipeline.request import GenerationRequest
+from triptych.pipeline.request_state import RequestState
+from triptych.pipeline.stage_process import StageProcess
+from triptych.pipeline.stream import RequestStream
+from triptych.pipeline.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+FREE_S = 10.0  # for every stage to answer `Abort`; a stage that is stuck longer misses its heartbeats too
+
+
+@dataclass(slots=True)
+class _Running:
+    state: RequestState
+    stream: RequestStream
+    deadline: asyncio.TimerHandle
+
+
+@dataclass(slots=True)
+class _Freeing:
+    stages: set[StageKind]
+    deadline: asyncio.TimerHandle
+
+
+class RequestTable:
+    """Announces requests to their stages, turns what the stages say into events, and ends each request exactly once:
+    done, failed, cancelled or left by its consumer. All but the first abort it in every stage."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._loop = asyncio.get_running_loop()
+        self._running: dict[str, _Running] = {}
+        self._freeing: dict[str, _Freeing] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_freeing(self) -> int:
+        return len(self._freeing)
+
+    def open(self, request: GenerationRequest, admission: Admission, timeout_s: float) -> RequestStream:
+        """Raises RequestError when the id is in use: one id names one request, in all stages."""
+        request_id = request.request_id
+        if request_id in self._running or request_id in self._freeing:
+            raise RequestError(f"request id {request_id!r} is in use", param="request_id")
+        running = _Running(
+            state=RequestState(request=request, stages=admission.stages, credit=AUDIO_CREDIT),
+            stream=RequestStream(
+                request_id,
+                on_taken=lambda: self._grant(request_id),
+                on_left=lambda: self._leave(request_id),
+            ),
+            deadline=self._loop.call_later(timeout_s, self._expire, request_id, timeout_s),
+        )
+        self._running[request_id] = running
+        for kind, message in admission.messages:
+            self._supervisor.send(self._supervisor.host(kind), message)
+        return running.stream
+
+    def advance(self, message: TextOutput | SpeechOutput | AudioOutput | Failed, samples: bytes) -> None:
+        """Take one output of a stage. What a stage sent before our abort reached it is dropped."""
+        running = self._running.get(message.request_id)
+        if running is None:
+            return
+        state, stream = running.state, running.stream
+        try:
+            match message:
+                case TextOutput():
+                    stream.push(state.on_text(message))
+                case AudioOutput():
+                    stream.push(state.on_audio(message, samples))
+                case SpeechOutput():
+                    state.on_speech(message)
+                case Failed(stage=stage, message=reason):
+                    raise StageError(f"stage {stage} failed: {reason}", stage, state.request_id)
+        except StageError as error:
+            logger.error("request %s: %s", state.request_id, error)
+            self._fail(running, error)
+            return
+        done = state.done()
+        if done is not None:
+            running.deadline.cancel()
+            del self._running[state.request_id]
+            stream.push(done)
+
+    def cancel(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._abort(running)
+            running.stream.cut(running.state.terminal("abort"))
+
+    def lose(self, process: StageProcess, cause: str) -> None:
+        """A process has died: fail the requests that still need it, and expect no more answers from it."""
+        for running in list(self._running.values()):
+            lost = next((kind for kind in process.stages if running.state.needs(kind)), None)
+            if lost is not None:
+                message = f"stage {lost} (process {process.name!r}) went down: {cause}"
+                self._fail(running, StageError(message, lost, running.state.request_id, status=503))
+        for request_id in list(self._freeing):
+            self.freed(request_id, *process.stages)
+
+    def freed(self, request_id: str, *stages: StageKind) -> None:
+        """These stages hold nothing of an aborted request any more."""
+        freeing = self._freeing.get(request_id)
+        if freeing is not None:
+            freeing.stages.difference_update(stages)
+            if not freeing.stages:
+                freeing.deadline.cancel()
+                del self._freeing[request_id]
+
+    def fail_all(self, error: TriptychError) -> None:
+        for running in list(self._running.values()):
+            self._fail(running, error)
+
+    def close(self) -> None:
+        """Nobody answers any more."""
+        for freeing in self._freeing.values():
+            freeing.deadline.cancel()
+        self._freeing.clear()
+
+    def _grant(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None and not running.state.audio_final:
+            running.state.credit += 1
+            self._supervisor.send(self._supervisor.host("code2wav"), Grant(request_id=request_id, count=1))
+
+    def _leave(self, request_id: str) -> None:
+        running = self._running.get(request_id)
+        if running is not None:
+            self._abort(running)
+
+    def _expire(self, request_id: str, timeout_s: float) -> None:
+        running = self._running[request_id]
+        stage = running.state.waits_for() or "thinker"
+        message = f"the request took longer than {timeout_s:g} s; it waited for stage {stage} after "
+        self._fail(running, DeadlineError(message + running.state.progress(), stage))
+
+    def _fail(self, running: _Running, error: TriptychError) -> None:
+        self._abort(running)
+        running.stream.fail(error)
+
+    def _abort(self, running: _Running) -> None:
+        """Forget the request, and have every stage that may hold it free it."""
+        running.deadline.cancel()
+        request_id = running.state.request_id
+        del self._running[request_id]
+        hosts = {self._supervisor.host(kind) for kind in running.state.stages}
+        told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
+        stages = {kind for kind in running.state.stages if self._supervisor.host(kind) in told}
+        if stages:
+            self._freeing[request_id] = _Freeing(stages, self._loop.call_later(FREE_S, self._give_up, request_id))
+
+    def _give_up(self, request_id: str) -> None:
+        freeing = self._freeing.pop(request_id)
+        logger.warning("request %s: no answer to its abort from %s", request_id, ", ".join(sorted(freeing.stages)))
