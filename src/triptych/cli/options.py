@@ -77,14 +77,18 @@ def make_plan(
 @contextmanager
 def stoppable() -> Iterator[None]:
     """Ctrl-C and SIGTERM unwind the command, stage processes included, and end it with status 130 or 143."""
+    status = 130
 
     def on_terminate(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        nonlocal status
+        status = 128 + number
+        interrupt = signal.getsignal(signal.SIGINT)  # asyncio has one of its own, which cancels the main task
+        (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
 
     previous = signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+        raise typer.Exit(status) from None
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -27,6 +27,7 @@ from triptych.pipeline.supervisor import Progress
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]  # a user's words, or a whole conversation
 MODALITIES = ("text", "audio")
+TIDY_S = 10  # an orchestrator that is interrupted stops its processes within 5 s
 _Result = TypeVar("_Result")
 
 
@@ -180,11 +181,21 @@ class Omni:
         return collected.output(None)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run in the loop's thread. Interrupted, the work is cancelled and may tidy up before the loop is stopped."""
+        finished = threading.Event()
+
+        async def run() -> _Result:
+            try:
+                return await work
+            finally:
+                finished.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result()
-        except KeyboardInterrupt:
+        except BaseException:
             future.cancel()
+            finished.wait(TIDY_S)
             raise
 
     def _stop_loop(self) -> None:
