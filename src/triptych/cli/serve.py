@@ -22,6 +22,7 @@ from triptych.cli.options import (
     PlatformOption,
     StageOverrides,
     make_plan,
+    stoppable,
 )
 from triptych.errors import ConfigError, TriptychError
 
@@ -71,23 +72,28 @@ def command(
         raise ConfigError("--omni asks for every stage, --text-only for the Thinker alone; give one of them")
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; leave --api-key and TRIPTYCH_API_KEY out to serve without one")
-    flags = {"async_chunk": async_chunk, "stage_init_timeout_s": stage_init_timeout}
-    plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
-    if dry_run:
-        typer.echo(to_yaml(plan.deploy), nl=False)
-        return
-    listener = bind(host, port)
-    status = asyncio.run(_serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value))
-    raise typer.Exit(status)
+    with stoppable():  # until the event loop takes the signals over
+        flags = {"async_chunk": async_chunk, "stage_init_timeout_s": stage_init_timeout}
+        plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
+        if dry_run:
+            typer.echo(to_yaml(plan.deploy), nl=False)
+            return
+        listener = bind(host, port)
+        status = asyncio.run(
+            _serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value)
+        )
+        raise typer.Exit(status)
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket, so that a port in use is found before a model is loaded. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            undo.pop_all()
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; try another --port"
@@ -151,14 +157,14 @@ async def serving(
             api_key=api_key,
         )
         server = Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="auto")
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off")
         )
         answering = asyncio.create_task(server.answering.wait())
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await asyncio.wait({answering, task}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
-                raise TriptychError("the HTTP server did not start; the log says why") from task.exception()
+                raise TriptychError(f"the HTTP server did not start: {task.exception()}") from task.exception()
             yield task
         finally:
             answering.cancel()
