@@ -194,6 +194,7 @@ class Supervisor:
         if process.state is ProcessState.READY:
             process.state = ProcessState.RESTARTING
         self._on_down(process, str(process.ending(1, message)))
+        self.send(process, Shutdown())
 
     def _loaded(self, process: StageProcess, message: Loaded) -> None:
         process.loaded = True

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 CONFIGURE_TIMEOUT_S = 30.0
+DISMISSAL_S = 1.0  # for the server to take note of a fatal error
 ORPHAN_GRACE_S = 2.0  # how long an orphaned process may take to leave by itself
 RECEIVE_HIGH_WATER_MARK = 4096  # a few messages a request; a server that exceeds it takes the process for stuck
 LINGER_MS = 1000  # how long the last messages may take to reach the server
@@ -232,6 +233,7 @@ def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, loa
             logger.exception("process %s failed in %s", process, stage or "its loop")
         message = str(error) or repr(error)
         outbox.send(Fatal(process=process, message=message, error=type(error).__name__, stage=stage))
+        _await_dismissal(control)
         return 1
     finally:
         for stage_to_close in reversed(stages):
@@ -239,6 +241,14 @@ def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, loa
         if endpoint is not None:
             endpoint.close()
     return 0
+
+
+def _await_dismissal(control: zmq.Socket[bytes]) -> None:
+    """Let the server fail the requests of this process before closing breaks what its neighbours are reading."""
+    deadline = time.monotonic() + DISMISSAL_S
+    while control.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        if isinstance(decode_to_stage(control.recv()), Shutdown):
+            return
 
 
 def _summary(stage: Stage) -> str:
