@@ -194,32 +194,29 @@ class TalkerStage:
                 self._take(speech, frame)
 
     def _whole_frames(
-        self,
-        requests: list[SpeechRows],
-        hidden: Tensor,
-        first: Tensor,
-        slots: list[int],
-        positions: list[int],
+        self, requests: list[SpeechRows], hidden: Tensor, first: Tensor, slots: list[int], positions: list[int]
     ) -> list[list[int]]:
         """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
-        missing = hidden.shape[0] - first.shape[0]
-        padded = torch.cat((first, first[:1].expand(missing))) if missing else first
-        drawn = self.residual_uniforms.take(slots, positions)
-        uniforms = torch.from_numpy(np.concatenate((drawn, drawn[:1].repeat(missing, axis=0)))).to(self.device)
-        greedy = torch.tensor([speech.engine.params.temperature == 0 for speech in requests] + [False] * missing)
-        any_greedy, all_greedy = bool(greedy.any()), bool(greedy[: len(requests)].all())
-        greedy = greedy.to(self.device)
+        count, padding = len(requests), hidden.shape[0] - len(requests)
+        uniforms = torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device)
+        cold = [speech.engine.params.temperature == 0 for speech in requests]
+        greedy = torch.tensor(cold, device=self.device) if any(cold) else None
 
         def draw(logits: Tensor, index: int) -> Tensor:
-            # The code predictor is greedy exactly when its request's Talker is.
-            if all_greedy:
-                return logits.argmax(dim=-1)
-            codes = draw_top(logits, uniforms[:, index], temperature=1.0, top_k=RESIDUAL_TOP_K, top_p=RESIDUAL_TOP_P)
-            return torch.where(greedy, logits.argmax(dim=-1), codes) if any_greedy else codes
+            # Padding repeats the first row, so it repeats what the first row drew.
+            return _pad(self._draw_residual(logits[:count], uniforms[:, index], greedy, all(cold)), padding)
 
-        codes = self.model.residual_codes(hidden, padded, draw)
-        frames: list[list[int]] = torch.cat((padded.unsqueeze(1), codes), dim=1)[: len(requests)].tolist()
+        codes = self.model.residual_codes(hidden, _pad(first, padding), draw)
+        frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes[:count]), dim=1).tolist()
         return frames
+
+    @staticmethod
+    def _draw_residual(logits: Tensor, uniforms: Tensor, greedy: Tensor | None, all_greedy: bool) -> Tensor:
+        """One residual code a row. The code predictor is greedy exactly when its request's Talker is."""
+        if all_greedy:
+            return logits.argmax(dim=-1)
+        codes = draw_top(logits, uniforms, temperature=1.0, top_k=RESIDUAL_TOP_K, top_p=RESIDUAL_TOP_P)
+        return codes if greedy is None else torch.where(greedy, logits.argmax(dim=-1), codes)
 
     def _take(self, speech: SpeechRows, frame: list[int]) -> None:
         """One drawn frame of one request: on to Code2Wav, or the end."""
@@ -278,3 +275,8 @@ class TalkerStage:
             self.sampler.release(speech.engine.slot)
         self.receiver.close(speech.engine.request_id)
         self.scheduler.finish(speech.engine, reason)
+
+
+def _pad(codes: Tensor, padding: int) -> Tensor:
+    """codes [S] with the first repeated `padding` times behind them."""
+    return torch.cat((codes, codes[:1].expand(padding))) if padding else codes
