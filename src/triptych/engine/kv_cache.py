@@ -14,20 +14,21 @@ def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, d
     return layers * block_size * 2 * kv_heads * head_dim * dtype.itemsize
 
 
-def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device) -> int:
+def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, weight_bytes: int) -> int:
     """How many blocks the deploy config pays for, the trash block included.
 
-    `num_kv_blocks` when set; else `kv_cache_bytes` on a CPU, and what `gpu_memory_utilization` leaves free on a GPU;
-    never more than `max_num_seqs` whole contexts can fill. Raises ConfigError when a single context does not fit.
+    `num_kv_blocks` when set; else `kv_cache_bytes` on a CPU. On a GPU `gpu_memory_utilization` is this stage's share of
+    the card, and its cache gets what its own weights leave of that. Never more than `max_num_seqs` whole contexts can
+    fill. Raises ConfigError when a single context does not fit.
     """
     per_context = -(-config.max_model_len // config.block_size)
     wanted = config.max_num_seqs * per_context + 1
     if config.num_kv_blocks:
         granted = config.num_kv_blocks
     elif device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        budget = int(total * config.gpu_memory_utilization) - (total - free)
-        granted = min(wanted, budget // bytes_per_block)
+        _, total = torch.cuda.mem_get_info(device)
+        budget = int(total * config.gpu_memory_utilization) - weight_bytes
+        granted = min(wanted, max(0, budget) // bytes_per_block)
     else:
         granted = min(wanted, config.kv_cache_bytes // bytes_per_block)
     if granted < per_context + 1:

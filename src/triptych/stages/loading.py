@@ -93,7 +93,7 @@ def load_model(context: StageContext, checkpoint: OmniConfig, build: Callable[[]
 
 
 def set_up_decoder(
-    config: StageConfig, decoder: DecoderConfig, device: torch.device, dtype: torch.dtype
+    config: StageConfig, decoder: DecoderConfig, model: nn.Module, device: torch.device, dtype: torch.dtype
 ) -> DecoderSetup:
     """Cache and scheduler of one decoder, sized by the deploy config."""
     per_block = block_bytes(
@@ -103,7 +103,8 @@ def set_up_decoder(
         head_dim=decoder.head_dim,
         dtype=dtype,
     )
-    blocks = num_blocks(config, per_block, device)
+    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    blocks = num_blocks(config, per_block, device, weight_bytes)
     cache = KVCache(
         layers=decoder.num_hidden_layers,
         num_blocks=blocks,

@@ -72,7 +72,7 @@ class TalkerStage:
         return cls(
             model=model,
             config=checkpoint,
-            setup=set_up_decoder(context.config, model.config, device, dtype),
+            setup=set_up_decoder(context.config, model.config, model, device, dtype),
             outbox=context.outbox,
             receiver=context.receivers["thinker"],
             handoffs=Handoffs(context.senders["code2wav"], "codes", async_chunk=context.deploy.async_chunk),

@@ -80,7 +80,7 @@ class ThinkerStage:
         sender = context.senders.get("talker")
         return cls(
             model=model,
-            setup=set_up_decoder(context.config, checkpoint.thinker, device, dtype),
+            setup=set_up_decoder(context.config, checkpoint.thinker, model, device, dtype),
             tokenizer=Processor(context.model).tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             outbox=context.outbox,
