@@ -100,6 +100,7 @@ class EdgeSender:
         return list(writable)
 
     def close(self, request_id: str) -> None:
+        self._writable.pop(request_id, None)
         outgoing = self._requests.get(request_id)
         if outgoing is None or outgoing.final:
             return  # after the final handoff the rest is up to the target
@@ -126,7 +127,7 @@ class EdgeSender:
         outgoing = self._requests.get(request_id)
         if outgoing is None:
             return
-        waits = outgoing.refused or request_id in self._blocked
+        waits = outgoing.refused or request_id in self._blocked or request_id in self._writable
         self._forget(request_id)
         if waits:
             self._writable[request_id] = None
@@ -151,7 +152,7 @@ class EdgeSender:
 
 @dataclass(slots=True)
 class _Incoming:
-    """A request at its target. Until it is opened, what arrives waits in `early`."""
+    """A request at its target. Until it is opened, what arrives waits in `early`, and what went wrong in `fault`."""
 
     opened: bool
     expected: int = 0
@@ -159,10 +160,11 @@ class _Incoming:
     unreleased: set[int] = field(default_factory=set)
     early: list[Handoff] = field(default_factory=list)
     fault: ConnectorError | None = None
+    lost: ConnectorError | None = None
 
 
 class EdgeReceiver:
-    """Implements `Receiver`; `accept`, `fail`, `withdraw`, `retry` and `reset` are for the connector.
+    """Implements `Receiver`; `accept`, `fail`, `lose`, `withdraw` and `reset` are for the connector.
 
     Releases are told to the sender in batches: once a request has half its window unreleased or untold, when its final
     handoff is released, or when OWED_LIMIT releases of any requests are untold. So a sender without credit always gets
@@ -190,7 +192,7 @@ class EdgeReceiver:
         self._arrived: list[tuple[str, Handoff | ConnectorError]] = []
         self._owed: dict[str, int] = {}
         self._num_owed = 0
-        self._full_since: dict[str, float] = {}  # in order of time: requests whose whole window is unreleased
+        self._stalled_since: dict[str, float] = {}  # in order of time: a full window, or a loss, of an open request
 
     def open(self, request_id: str) -> None:
         incoming = self._requests.get(request_id)
@@ -220,7 +222,8 @@ class EdgeReceiver:
         if incoming is None or handoff.seq not in incoming.unreleased:
             return  # closed meanwhile, or released before
         incoming.unreleased.remove(handoff.seq)
-        self._full_since.pop(request_id, None)
+        if incoming.lost is None:
+            self._stalled_since.pop(request_id, None)
         self._owed[request_id] = self._owed.get(request_id, 0) + 1
         self._num_owed += 1
         if incoming.final and not incoming.unreleased:
@@ -263,7 +266,7 @@ class EdgeReceiver:
             incoming.early.append(handoff)
         self._pay_if_due(request_id, incoming)
         if len(incoming.unreleased) == self._window:
-            self._full_since[request_id] = self._clock()
+            self._stalled_since[request_id] = self._clock()
 
     def fail(self, request_id: str, error: ConnectorError) -> None:
         """Report the error for this request, now or when it is opened, and take nothing more of it."""
@@ -279,6 +282,20 @@ class EdgeReceiver:
             incoming.fault = incoming.fault or error
             incoming.early.clear()
         self._backward.refuse(request_id)
+
+    def lose(self, request_id: str, error: ConnectorError) -> None:
+        """What held the payload of the next handoff is gone.
+
+        A source that withdraws a request frees its payloads, and says so in a message that may still be on its way; of
+        one that has died the server tells. Only if neither comes is the error reported, after `put_timeout_s`, or as a
+        gap when the next handoff comes.
+        """
+        if request_id in self._closed:
+            return
+        incoming = self._requests.get(request_id) or self._expect(request_id)
+        if incoming.lost is None:
+            incoming.lost = error
+            self._stalled_since.setdefault(request_id, self._clock())
 
     def withdraw(self, request_id: str) -> None:
         """The source has given the request up. Whoever asked it to tells this stage too."""
@@ -304,15 +321,14 @@ class EdgeReceiver:
         return SequenceGap(f"{self._edge}: request {request_id!r} got handoff {seq} where {due} was due")
 
     def _fail_stalled(self) -> None:
-        while self._full_since:
-            request_id, since = next(iter(self._full_since.items()))
+        while self._stalled_since:
+            request_id, since = next(iter(self._stalled_since.items()))
             if self._clock() - since < self._timeout_s:
                 return
-            message = (
-                f"{self._edge}: nothing of request {request_id!r} was taken for put_timeout_s = {self._timeout_s:g}"
-            )
-            del self._full_since[request_id]
-            self.fail(request_id, ConnectorClosed(message))
+            del self._stalled_since[request_id]
+            limit = f"put_timeout_s = {self._timeout_s:g}"
+            stall = ConnectorClosed(f"{self._edge}: nothing of request {request_id!r} was taken for {limit}")
+            self.fail(request_id, self._requests[request_id].lost or stall)
 
     def _pay_if_due(self, request_id: str, incoming: _Incoming) -> None:
         owed = self._owed.get(request_id, 0)
@@ -325,15 +341,14 @@ class EdgeReceiver:
         self._backward.credit(owed)
 
     def _forget(self, request_id: str) -> bool:
-        """Drop everything of the request and remember it as closed. False when there was nothing."""
-        incoming = self._requests.pop(request_id, None)
+        """Drop everything of the request and remember it as closed. False when it was not known, or closed before."""
+        self._arrived = [item for item in self._arrived if item[0] != request_id]
         self._remember_closed(request_id)
-        if incoming is None:
+        if self._requests.pop(request_id, None) is None:
             return False
         self._unopened.pop(request_id, None)
-        self._full_since.pop(request_id, None)
+        self._stalled_since.pop(request_id, None)
         self._num_owed -= self._owed.pop(request_id, 0)
-        self._arrived = [item for item in self._arrived if item[0] != request_id]
         return True
 
     def _remember_closed(self, request_id: str) -> None:

@@ -173,10 +173,10 @@ class Endpoint:
             arrays = unpack(put, payload, token=self._token, source_process=inbound.process)
         except ConnectorError as cause:
             error = type(cause)(f"{put.edge}: handoff {put.seq} of request {put.request_id!r} is lost: {cause}")
-            inbound.receiver.fail(put.request_id, error)
             if isinstance(error, ConnectorClosed):
-                logger.debug("%s", error)  # as it should be when the request was aborted; else the stage reports it
+                inbound.receiver.lose(put.request_id, error)
                 return
+            inbound.receiver.fail(put.request_id, error)
             raise error from cause
         inbound.receiver.accept(put.request_id, put.seq, put.final, arrays)
 
