@@ -21,8 +21,9 @@ from transformers.generation.logits_process import (
 )
 
 from triptych.config.sampling import SamplingParams
+from triptych.engine.draw import draw_top
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
-from triptych.engine.sampler import Sampler, draw_top
+from triptych.engine.sampler import Sampler
 
 PROMPT = [1, 5, 5, 17]
 

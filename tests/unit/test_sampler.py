@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
+from triptych.engine.draw import draw_top, token_weights
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
-from triptych.engine.sampler import Sampler, _weights, draw_top
+from triptych.engine.sampler import Sampler
 from triptych.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -87,7 +88,7 @@ def test_sums_of_weights_are_exact_in_any_order() -> None:
     """What makes a draw independent of how a kernel splits its sums: over the largest vocabulary, none rounds."""
     torch.manual_seed(0)
     x = torch.randn(1, 2**18) * torch.tensor([[0.01], [1.0], [4.0]])
-    weights = _weights(x, x.amax(-1, keepdim=True), 1.0)
+    weights = token_weights(x, x.amax(-1, keepdim=True), 1.0)
     exact = [sum(int(weight) for weight in row) for row in weights.tolist()]
     for _ in range(3):
         shuffled = weights[:, torch.randperm(2**18)]

@@ -11,7 +11,8 @@ import pytest
 from triptych.config.sampling import SamplingParams
 from triptych.engine.batch import ScheduledBatch
 from triptych.engine.request import EngineRequest, FinishReason, RequestStatus
-from triptych.engine.scheduler import Scheduler, SchedulerConfig
+from triptych.engine.scheduler import Scheduler
+from triptych.engine.scheduler_config import SchedulerConfig
 from triptych.errors import ConfigError, ContextLengthError, RequestError
 
 PARAMS = SamplingParams()

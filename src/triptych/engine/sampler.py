@@ -1,10 +1,6 @@
 """Drawing one token from each row of logits. Owns per-slot parameters and token counts; knows nothing of scheduling.
 
-A row's result is the same bit for bit whatever rows are beside it, and on whatever kernels the batch's shape selects.
-That holds by construction. Weights (exp of the scaled logits) are whole multiples of 2^-34 of the largest, so their
-sums are integers below 2^53, exact in float64 in any order. top_k, top_p and min_p cut at a weight, never at a rank:
-tokens tied with the last one kept are kept (as in HF's top_k), so the order a sort leaves them in cannot show. And the
-draw walks the vocabulary in id order, with one uniform number from `random_stream`.
+What keeps a row's result independent of the rows beside it is in `draw`.
 """
 
 from __future__ import annotations
@@ -13,23 +9,19 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
+from triptych.engine.draw import GREEDY, UNIT, invert, keep_at_least, nucleus_cut, token_weights, top_cut
 from triptych.engine.random_stream import UniformBlocks
 from triptych.errors import RequestError
 
-_UNIT = 2.0**34  # weight of the most likely token; one less likely by more than this factor is never drawn
 _MAX_VOCAB = 2**18  # keeps sums of weights below 2^53
-_GREEDY = 1e-5  # a temperature below this is greedy
 _FREEZING = 1e-37  # divided by this, every logit but the largest has no weight left
 _SHALLOW = 256  # rows with a top_k up to this are ranked together, apart from those with a larger one
-_NUCLEUS = 1024  # where a nucleus most often ends; looked at before a whole row is sorted
 _MAX_ALTERNATIVES = 20  # of SamplingParams.logprobs
 _MAX_PLANS = 64
-_CACHED = 2**19  # on CPU, more numbers than this are accumulated in pieces: fresh memory costs more than the sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,100 +47,6 @@ class Sampled:
     def bad(self) -> list[int]:
         """Rows without a usable token. Waits for the device, so read it when the token ids are copied out."""
         return [row for row, finite in enumerate(self.finite.tolist()) if not finite]
-
-
-def draw_top(logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Draw one token from each row of logits [B, V], V up to 2^18, with uniforms [B] in [0, 1). Returns int64 [B].
-
-    Temperature, then top_k (0: all), then top_p, the same for all rows. Temperature 0 takes the first largest logit.
-    Nothing here waits for a CUDA device. A row that holds NaN gives some valid id.
-    """
-    if temperature < _GREEDY:
-        return logits.argmax(-1)
-    x = logits.float()
-    weights = _weights(x, x.amax(-1, keepdim=True), temperature)
-    if 0 < top_k < x.shape[1]:
-        _keep(weights, _top_cut(weights, top_k, None, top_p if top_p < 1.0 else None))
-    elif top_p < 1.0:
-        _keep(weights, _nucleus_cut(weights, top_p))
-    return _invert(weights, uniforms.unsqueeze(1))
-
-
-def _weights(x: Tensor, peak: Tensor, temperature: float | Tensor) -> Tensor:
-    """exp((x - peak) / temperature) in whole units, 2^34 at the peak; float32 holds them exactly."""
-    return (x - peak).div_(temperature).exp_().mul_(_UNIT).floor_()
-
-
-def _at_least(weights: Tensor, cut: Tensor) -> Tensor:
-    """1.0 where a weight reaches the cut [B, 1], else 0.0: to multiply by, which on CPU beats filling under a mask."""
-    return torch.ge(weights, cut, out=torch.empty_like(weights))
-
-
-def _keep(weights: Tensor, cut: Tensor) -> None:
-    weights.mul_(_at_least(weights, cut))
-
-
-def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first token of each row whose cumulative weight exceeds uniforms [B, 1] of the total."""
-    rows, width = weights.shape
-    if weights.device.type == "cpu" and rows > 1 and rows * width > _CACHED:
-        size = max(1, _CACHED // width)
-        return torch.cat([_invert(weights[i : i + size], uniforms[i : i + size]) for i in range(0, rows, size)])
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # Of the total less one unit: then a uniform rounded up to 1 still finds the last token that has weight.
-    target = (cumulative[:, -1:] - 1.0) * uniforms
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=width - 1)
-
-
-def _top_cut(weights: Tensor, depth: int, last: Tensor | None, top_p: float | Tensor | None) -> Tensor:
-    """The smallest weight [B, 1] that top_k, then top_p keep.
-
-    `depth` is how many weights to rank: top_k itself, unless `last` [B, 1] gives each row's top_k - 1.
-    """
-    ranked = _largest(weights, depth)
-    cut = ranked[:, -1:] if last is None else ranked.gather(1, last)
-    if top_p is None:
-        return cut
-    # Summed over the vocabulary: `ranked` may lack tokens that are tied with its last and so kept.
-    kept = _at_least(weights, cut).mul_(weights).sum(-1, keepdim=True, dtype=torch.float64)
-    return _nucleus_end(ranked, kept.mul_(top_p))
-
-
-def _nucleus_cut(weights: Tensor, top_p: float | Tensor) -> Tensor:
-    """The smallest weight [B, 1] that top_p alone keeps."""
-    mass = weights.sum(-1, keepdim=True, dtype=torch.float64).mul_(top_p)
-    # Sorting a vocabulary is slow on CPU, and looking at a value there costs nothing.
-    if weights.device.type == "cpu" and weights.shape[1] > _NUCLEUS:
-        ranked = _largest(weights, _NUCLEUS)
-        if bool((ranked.sum(-1, keepdim=True, dtype=torch.float64) >= mass).all()):
-            return _nucleus_end(ranked, mass)
-    return _nucleus_end(_largest(weights, weights.shape[1]), mass)
-
-
-def _nucleus_end(ranked: Tensor, mass: Tensor) -> Tensor:
-    """The smallest of the descending weights [B, K] whose betters together weigh less than `mass` [B, 1]."""
-    betters = ranked.cumsum(-1, dtype=torch.float64).sub_(ranked)
-    return torch.where(betters < mass, ranked, ranked[:, :1]).amin(-1, keepdim=True)
-
-
-def _largest(x: Tensor, depth: int) -> Tensor:
-    """The `depth` largest values of each row [B, depth], descending. Values only, so every method gives the same.
-
-    The time of a selection on CPU is that of its mispredicted branches, so it is spent on fewer numbers: values are
-    grouped, and only the groups with the `depth` largest maxima can hold one of the `depth` largest values.
-    """
-    rows, width = x.shape
-    if depth * 4 > width:
-        if x.device.type == "cpu":  # NumPy's sort is vectorised
-            return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)[:, :depth]
-        return x.sort(-1, descending=True).values[:, :depth]
-    group = 1 << ((width // depth).bit_length() // 2)  # about as many maxima as members of the best groups
-    if rows * width < 8192 or x.device.type != "cpu" or group < 4 or width % group:
-        return x.topk(depth, -1).values
-    grouped = x.reshape(rows, group, width // group)
-    best = grouped.amax(1).topk(depth, -1, sorted=False).indices
-    members = grouped.gather(2, best.unsqueeze(1).expand(rows, group, depth))
-    return members.reshape(rows, group * depth).topk(depth, -1).values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +155,7 @@ class Sampler:
         if plan.drawn is None:
             token_ids = x.argmax(-1)
         else:
-            token_ids = _invert(self._truncated(x, peak, plan), self._draw(slots, positions, stream) * plan.drawn)
+            token_ids = invert(self._truncated(x, peak, plan), self._draw(slots, positions, stream) * plan.drawn)
         if plan.repetition is not None and self._factors is not None:
             self._factors.index_put_((plan.slots, token_ids), plan.repetition.squeeze(1))
         if plan.presence is not None and self._counts is not None:
@@ -291,19 +189,19 @@ class Sampler:
 
     def _truncated(self, x: Tensor, peak: Tensor, plan: _Plan) -> Tensor:
         """The weights [B, V] to draw from."""
-        weights = _weights(x, peak, plan.temperature)
+        weights = token_weights(x, peak, plan.temperature)
         cut = plan.min_weight
         for part in plan.truncations:
             rows = weights if part.rows is None else weights[part.rows]
             if part.depth:
-                smallest = _top_cut(rows, part.depth, part.last, part.top_p)
+                smallest = top_cut(rows, part.depth, part.last, part.top_p)
             else:
-                smallest = _nucleus_cut(rows, 1.0 if part.top_p is None else part.top_p)
+                smallest = nucleus_cut(rows, 1.0 if part.top_p is None else part.top_p)
             if part.rows is not None:
                 smallest = torch.zeros_like(peak).index_copy_(0, part.rows, smallest)
             cut = smallest if cut is None else torch.maximum(cut, smallest)
         if cut is not None:
-            _keep(weights, cut)
+            keep_at_least(weights, cut)
         return weights
 
     def _draw(self, slots: Sequence[int], positions: Sequence[int], stream: int) -> Tensor:
@@ -342,7 +240,7 @@ class Sampler:
         params = [row for row in rows if row is not None]
         if len(params) < len(rows):
             raise ValueError(f"slot {slots[rows.index(None)]} holds no request: admit it before sampling")
-        greedy = [row.temperature < _GREEDY for row in params]
+        greedy = [row.temperature < GREEDY for row in params]
         bias = [(i, token, value) for i, row in enumerate(params) for token, value in row.logit_bias.items()]
         penalised = any(row.presence_penalty or row.frequency_penalty for row in params)
         bias_rows, bias_ids, bias_values = zip(*bias, strict=True) if bias else ((), (), ())
@@ -353,9 +251,7 @@ class Sampler:
                 [_FREEZING if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
             ),
             truncations=self._truncations([None if cold else row for row, cold in zip(params, greedy, strict=True)]),
-            min_weight=self._column([row.min_p * _UNIT for row in params])
-            if any(row.min_p for row in params)
-            else None,
+            min_weight=self._column([row.min_p * UNIT for row in params]) if any(row.min_p for row in params) else None,
             repetition=self._column([row.repetition_penalty for row in params])
             if any(row.repetition_penalty != 1.0 for row in params)
             else None,

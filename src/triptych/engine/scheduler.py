@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import lcm
 from operator import attrgetter
@@ -23,50 +22,10 @@ from operator import attrgetter
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.block_pool import BlockPool
 from triptych.engine.request import EngineRequest, FinishReason, RequestStatus
-from triptych.errors import ConfigError, ContextLengthError, RequestError
+from triptych.engine.scheduler_config import SchedulerConfig
+from triptych.errors import ContextLengthError, RequestError
 
 _arrival = attrgetter("arrival")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one engine. Raises ConfigError when they cannot serve even one request to its end.
-
-    `num_blocks` counts the trash block. Where the token budget cuts a prefill, and where a prefix-cache hit ends, the
-    row index is a multiple of `prefill_alignment`: then the shapes in which a prompt is computed do not depend on the
-    load. 1 cuts anywhere.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    prefill_alignment: int = 1
-    enable_prefix_caching: bool = False
-
-    def __post_init__(self) -> None:
-        names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "prefill_alignment")
-        for name in names:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{getattr(self, name)} is not at least 1", name)
-        # The other sequences may each take one row, and what is left must still move a prefill on.
-        least = self.max_num_seqs - 1 + self.prefill_alignment
-        if self.max_num_batched_tokens < least:
-            raise ConfigError(
-                f"{self.max_num_batched_tokens} is too few: max_num_seqs {self.max_num_seqs} - 1 decode rows and one "
-                f"prefill piece of {self.prefill_alignment} rows make {least}; raise max_num_batched_tokens to that or "
-                "lower max_num_seqs",
-                "max_num_batched_tokens",
-            )
-        needed = -(-self.max_model_len // self.block_size) + 1
-        if self.num_blocks < needed:
-            raise ConfigError(
-                f"{self.num_blocks} blocks of {self.block_size} rows do not hold one sequence of max_model_len "
-                f"{self.max_model_len}: that takes {needed}, one of them for padding; give the cache more memory or "
-                f"lower max_model_len to {max(0, self.num_blocks - 1) * self.block_size}",
-                "num_kv_blocks",
-            )
 
 
 class Scheduler:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,52 +14,17 @@ from numpy.typing import NDArray
 from triptych.config.schema import ConnectorExtra, StageKind
 from triptych.connectors.contract import Handoff, Receiver
 from triptych.connectors.wire import AudioOutput, Failed, Grant, StageStats, SubmitCodec
-from triptych.errors import CheckpointError, ConfigError, TriptychError
+from triptych.errors import CheckpointError, ConfigError
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import load_config
 from triptych.models.weights import load_weights
 from triptych.stages.cadence import Cadence
+from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.loading import stage_device, stage_dtype
 from triptych.streaming.state import StreamState
 
 logger = logging.getLogger(__name__)
-
-Codes = NDArray[np.int32]  # [n, num_quantizers]
-
-
-class CodecFault(TriptychError):
-    """What came for a request, or what came out of it, cannot be audio."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Stream:
-    """One request. Its frames wait in `handoffs` (not released, so the sender sees them) and then in `buffer`."""
-
-    request_id: str
-    credit: int
-    due_at: float  # when the listener's audio runs out; before the first chunk, when the request came
-    slot: int | None = None
-    handoffs: deque[Handoff] = field(default_factory=deque)
-    buffer: deque[Codes] = field(default_factory=deque)
-    num_buffered: int = 0
-    num_decoded: int = 0
-    num_chunks: int = 0
-    ended: bool = False  # the final handoff is in the buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """The next `num_frames` of a stream, ready to decode. An empty one only says that the audio has ended."""
-
-    stream: Stream
-    num_frames: int
-    final: bool
-
-    @property
-    def kind(self) -> tuple[int, bool]:
-        """Chunks of one kind can share a call of the vocoder."""
-        return self.num_frames, self.stream.num_decoded == 0
 
 
 class CodecStage:

@@ -14,7 +14,8 @@ from torch import nn
 from triptych.config.schema import StageConfig
 from triptych.engine.inputs import PREFILL_CELL
 from triptych.engine.kv_cache import KVCache, block_bytes, num_blocks
-from triptych.engine.scheduler import Scheduler, SchedulerConfig
+from triptych.engine.scheduler import Scheduler
+from triptych.engine.scheduler_config import SchedulerConfig
 from triptych.errors import ConfigError
 from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement

@@ -15,10 +15,11 @@ from triptych.config.schema import StageKind
 from triptych.connectors.contract import Receiver
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
+from triptych.engine.draw import draw_top
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
 from triptych.engine.request import FinishReason
-from triptych.engine.sampler import Sampler, draw_top
+from triptych.engine.sampler import Sampler
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
