@@ -21,12 +21,13 @@ import pytest
 import zmq
 
 from triptych.config.schema import ConnectorConfig, ConnectorExtra, ConnectorKind
-from triptych.connectors import edge as edge_module
+from triptych.connectors import receiver as receiver_module
 from triptych.connectors import segments
 from triptych.connectors.contract import Array, Handoff
-from triptych.connectors.edge import EdgeReceiver, EdgeSender
 from triptych.connectors.endpoint import Endpoint
 from triptych.connectors.message import ArrayHeader, Credit, Put, Refuse, encode
+from triptych.connectors.receiver import EdgeReceiver
+from triptych.connectors.sender import EdgeSender
 from triptych.errors import ConfigError, ConnectorClosed, ConnectorError, SequenceGap
 
 WINDOW = 4
@@ -389,7 +390,7 @@ def test_a_request_that_its_source_closed_is_not_named(edge: Edge) -> None:
 def test_requests_that_are_never_opened_are_bounded_and_let_go_oldest_first(
     edge: Edge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(edge_module, "UNOPENED_LIMIT", 3)
+    monkeypatch.setattr(receiver_module, "UNOPENED_LIMIT", 3)
     for request_id in "abcd":
         edge.sender.open(request_id)
         edge.sender.try_put(request_id, codes(), final=True)
@@ -403,7 +404,7 @@ def test_requests_that_are_never_opened_are_bounded_and_let_go_oldest_first(
 
 
 def test_memory_of_closed_requests_is_bounded(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_module, "CLOSED_LIMIT", 10)
+    monkeypatch.setattr(receiver_module, "CLOSED_LIMIT", 10)
     for number in range(50):
         edge.receiver.close(f"r{number}")
         edge.receiver.close(f"r{number}")
@@ -618,14 +619,14 @@ def test_credit_is_batched_but_complete(window: int) -> None:
 def test_credit_of_many_requests_is_told_after_a_bounded_number_of_releases() -> None:
     """So a sender whose outlet is full is woken by the receiver that empties it."""
     target = Target(window=64)
-    for number in range(edge_module.OWED_LIMIT):
+    for number in range(receiver_module.OWED_LIMIT):
         assert target.back.credits == []
         target.half.open(f"r{number}")
         target.accept(0, request_id=f"r{number}")
         (handoff,) = target.half.receive()
         assert isinstance(handoff, Handoff)
         target.half.release(handoff)
-    assert target.back.credits == [{f"r{number}": 1 for number in range(edge_module.OWED_LIMIT)}]
+    assert target.back.credits == [{f"r{number}": 1 for number in range(receiver_module.OWED_LIMIT)}]
 
 
 def test_a_stage_that_takes_nothing_for_put_timeout_s_loses_that_request() -> None:

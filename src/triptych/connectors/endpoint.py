@@ -11,9 +11,10 @@ import zmq
 from triptych.config.schema import ConnectorConfig
 from triptych.connectors import inproc, segments
 from triptych.connectors.contract import Receiver, Sender
-from triptych.connectors.edge import EdgeReceiver, EdgeSender
 from triptych.connectors.message import Credit, Put, Refuse, Withdraw, decode
 from triptych.connectors.outlet import Outlet
+from triptych.connectors.receiver import EdgeReceiver
+from triptych.connectors.sender import EdgeSender
 from triptych.connectors.shm import ShmBackward, ShmForward, unpack
 from triptych.errors import ConfigError, ConnectorClosed, ConnectorError
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from triptych.config.schema import ConnectorExtra
 from triptych.connectors.contract import Arrays
-from triptych.connectors.edge import EdgeReceiver, EdgeSender
 from triptych.connectors.message import lay_out
+from triptych.connectors.receiver import EdgeReceiver
+from triptych.connectors.sender import EdgeSender
 
 
 class InprocLink:
