@@ -379,6 +379,19 @@ async def test_a_load_that_takes_too_long_fails_the_start() -> None:
     assert time.monotonic() - started < 5
 
 
+async def test_a_process_may_connect_before_its_spawn_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = asyncio.create_subprocess_exec
+
+    async def slow_spawn(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+        child = await spawn(*command, **options)
+        await asyncio.sleep(1)
+        return child
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow_spawn)
+    async with pipeline() as orchestrator:
+        await check_serves(orchestrator)
+
+
 async def test_a_command_that_does_not_exist_fails_the_start() -> None:
     with pytest.raises(StageError, match="cannot be started"):
         await Orchestrator.start(deploy=deploy_config(), model="{}", config=CONFIG, command=("/no/such/python",))

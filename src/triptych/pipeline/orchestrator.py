@@ -176,7 +176,7 @@ class Orchestrator:
             sender = self._supervisor.connected(identity)
             logger.error("a message from %r cannot be decoded: %s", identity, error)
             if sender is not None:
-                self._supervisor.kill(sender, "it sent a malformed message")
+                sender.kill("it sent a malformed message")
             return
         if isinstance(message, Hello):
             self._supervisor.greet(identity, message)
@@ -233,7 +233,7 @@ class Orchestrator:
             elsewhere = stage is not None and not self._supervisor.host(stage).loaded
             # When another process died under the warm-up, its own return brings the next one.
             if not elsewhere and process.pid == pid:
-                self._supervisor.kill(process, f"its warm-up request failed: {error}")
+                process.kill(f"its warm-up request failed: {error}")
 
 
 def _make_run_dir() -> Path:

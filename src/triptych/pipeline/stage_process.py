@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from subprocess import PIPE
 
 from triptych.config.schema import StageKind
 from triptych.connectors.wire import Fatal, StageStats
@@ -22,6 +26,7 @@ class StageProcess:
     budget: RestartBudget
     state: ProcessState = ProcessState.LOADING
     child: asyncio.subprocess.Process | None = None
+    greeting: tuple[bytes, int] | None = None  # identity and pid of who has connected
     identity: bytes | None = None
     loaded: bool = False
     load_seconds: float = 1.0
@@ -36,11 +41,33 @@ class StageProcess:
     def pid(self) -> int | None:
         return self.child.pid if self.child is not None else None
 
+    async def spawn(self, command: Sequence[str]) -> asyncio.subprocess.Process:
+        """Start the OS process. Raises OSError."""
+        self.child = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=PIPE,  # the lifeline: it ends when this server does
+            process_group=0,  # Ctrl-C in a terminal is for the server alone
+        )
+        return self.child
+
+    def kill(self, because: str) -> None:
+        """End the OS process now; what follows is what follows any other death."""
+        if self.child is not None and self.child.returncode is None:
+            self.killed_because = self.killed_because or because
+            self.child.kill()
+
+    def kill_descendants(self) -> None:
+        """What a process that is gone had started itself goes with it."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.child.pid, signal.SIGKILL)
+
     def reset(self) -> None:
         """Forget the OS process that is gone."""
         if self.timer is not None:
             self.timer.cancel()
-        self.child = self.identity = self.last_heartbeat = self.killed_because = self.timer = self.fatal = None
+        self.child = self.greeting = self.identity = self.last_heartbeat = None
+        self.killed_because = self.timer = self.fatal = None
         self.loaded = False
         self.stats = {}
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from subprocess import PIPE
 
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors import segments
@@ -113,12 +110,12 @@ class Supervisor:
         self._stopping.set()
         for process in self.processes.values():
             if not (process.loaded and self.send(process, Shutdown())):
-                self.kill(process, "the server is stopping")
+                process.kill("the server is stopping")
         for grace in (STOP_S, KILL_S):
             if self._tasks:
                 _, running = await asyncio.wait(self._tasks, timeout=grace)
                 for process in self.processes.values() if running else ():
-                    self.kill(process, "it did not stop when told to")
+                    process.kill("it did not stop when told to")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,14 +138,8 @@ class Supervisor:
             logger.debug("process %s is gone; its exit status is still to come", process.name)
             return False
         if not sent:
-            self.kill(process, "it takes no messages")
+            process.kill("it takes no messages")
         return sent
-
-    def kill(self, process: StageProcess, because: str) -> None:
-        """End the OS process now; what follows is what follows any other death."""
-        if process.child is not None and process.child.returncode is None:
-            process.killed_because = process.killed_because or because
-            process.child.kill()
 
     def ready(self, process: StageProcess) -> None:
         """The process has served its warm-up request."""
@@ -159,8 +150,20 @@ class Supervisor:
 
     def greet(self, identity: bytes, message: Hello) -> None:
         process = self.processes.get(message.process)
-        if process is None or process.pid != message.pid:
-            logger.error("process %r with pid %d is not one of ours", message.process, message.pid)
+        if process is None:
+            logger.error("there is no process %r in this deployment (pid %d)", message.process, message.pid)
+            return
+        process.greeting = (identity, message.pid)
+        if process.child is not None:
+            self._configure(process)
+
+    def _configure(self, process: StageProcess) -> None:
+        """Answer a process that has connected, if it is the one that was spawned."""
+        if process.greeting is None:
+            return
+        identity, pid = process.greeting
+        if pid != process.pid:
+            logger.error("process %r with pid %d is not the one that was started (%s)", process.name, pid, process.pid)
             return
         process.identity = identity
         self.send(
@@ -263,27 +266,17 @@ class Supervisor:
 
     async def _run_once(self, process: StageProcess) -> TriptychError:
         """Spawn the process and wait for its end. Returns why it ended."""
-        stage = process.stages[0]
         process.fatal = self._loop.create_future()
         try:
-            child = await asyncio.create_subprocess_exec(
-                *self._command,
-                "--endpoint",
-                self._endpoint,
-                "--process",
-                process.name,
-                stdin=PIPE,  # the lifeline: it ends when this server does
-                process_group=0,  # Ctrl-C in a terminal is for the server alone
-            )
+            child = await process.spawn((*self._command, "--endpoint", self._endpoint, "--process", process.name))
         except OSError as error:
-            return StageError(f"it cannot be started: {error}", stage, status=503)
-        process.child = child
+            return StageError(f"it cannot be started: {error}", process.stages[0], status=503)
+        self._configure(process)  # on a busy machine it may have connected before the spawn returned
         self._set_timer(process, self._deploy.stage_init_timeout_s, self._check_load)
         if self._stopping.is_set():
             child.kill()
         code = await child.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)  # what it has started itself goes with it
+        process.kill_descendants()
         return process.ending(code, await self._last_words(process, code))
 
     async def _last_words(self, process: StageProcess, code: int) -> Fatal | None:
@@ -302,7 +295,7 @@ class Supervisor:
         process.timer = self._loop.call_later(seconds, check, process)
 
     def _check_load(self, process: StageProcess) -> None:
-        self.kill(process, f"it did not load within stage_init_timeout_s = {self._deploy.stage_init_timeout_s:g}")
+        process.kill(f"it did not load within stage_init_timeout_s = {self._deploy.stage_init_timeout_s:g}")
 
     def _check_heartbeat(self, process: StageProcess) -> None:
         while self._control.drain():
@@ -314,4 +307,4 @@ class Supervisor:
         if age < limit:
             self._set_timer(process, limit - age, self._check_heartbeat)
         else:
-            self.kill(process, f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")
+            process.kill(f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")
