@@ -114,6 +114,7 @@ class TextOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     seq: int
     text: str
     num_tokens: int  # sampled tokens that this message stands for, the stop token included
+    num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
 

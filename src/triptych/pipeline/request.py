@@ -53,6 +53,7 @@ class Done:
     prompt_tokens: int
     text_tokens: int
     audio_frames: int
+    cached_tokens: int = 0  # of the prompt tokens, those that the prefix cache held
 
 
 Event = TextDelta | AudioDelta | Done

@@ -23,6 +23,7 @@ class RequestState:
     credit: int  # audio chunks that Code2Wav may still send
     text_seq: int = 0
     text_tokens: int = 0
+    cached_tokens: int = 0
     text_reason: str | None = None
     speech_frames: int = 0
     speech_reason: str | None = None
@@ -39,6 +40,7 @@ class RequestState:
             raise self._out_of_order("thinker", "text", output.seq, self.text_seq, self.text_reason is not None)
         self.text_seq += 1
         self.text_tokens += output.num_tokens
+        self.cached_tokens = output.num_cached_tokens
         self.text_reason = output.finish_reason
         return TextDelta(
             text=output.text,
@@ -76,6 +78,7 @@ class RequestState:
         return Done(
             finish_reason=finish_reason,
             prompt_tokens=len(self.request.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
             text_tokens=self.text_tokens,
             audio_frames=self.audio_frames,
         )

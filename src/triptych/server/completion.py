@@ -70,7 +70,7 @@ def usage(done: Done) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": done.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": 0,
+            "cached_tokens": done.cached_tokens,
             "text_tokens": done.prompt_tokens,
             "audio_tokens": 0,
             "image_tokens": 0,

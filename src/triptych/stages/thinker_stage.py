@@ -230,6 +230,7 @@ class ThinkerStage:
                     seq=request.seq,
                     text=text,
                     num_tokens=request.silent_tokens,
+                    num_cached_tokens=engine.num_cached_tokens,
                     logprobs=(logprob,) if logprob is not None else (),
                     finish_reason=reason.value if reason is not None else None,
                 )
