@@ -145,6 +145,18 @@ def test_runaway_speech_ends_with_length(tiny: Path) -> None:
     assert bench.talker.runaways == 1
 
 
+def test_speech_that_ignores_its_end_has_exactly_the_frames_it_may_have(tiny: Path) -> None:
+    bench = Bench(tiny)
+    text = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
+    for seed in range(4):
+        speech = SamplingParams(temperature=0.9, max_tokens=60, ignore_eos=True, seed=seed)
+        bench.submit(f"long-{seed}", bench.prompt(40, 41), thinker=text, talker=speech)
+    bench.run()
+    assert [
+        (bench.replies[f"long-{seed}"].frames, bench.replies[f"long-{seed}"].speech_reason) for seed in range(4)
+    ] == [(60, "length")] * 4
+
+
 def test_an_answer_without_text_has_no_audio(tiny: Path) -> None:
     bench = Bench(tiny)
     everything = tuple(range(bench.config.thinker.vocab_size))

@@ -205,6 +205,12 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
             "stages[1].default_sampling_params.top_p",
             "1.5 is not between",
         ),
+        (
+            1,
+            {"default_sampling_params": {"stop": ["x"]}},
+            "stages[1].default_sampling_params.stop",
+            "speech has no such setting",
+        ),
         (0, {"max_num_seqz": 4}, "stage_overrides.0.max_num_seqz", "did you mean 'max_num_seqs'"),
         (0, {"stage_id": 4}, "stage_overrides.0.stage_id", "cannot change"),
         (7, {}, "stage_overrides.7", "stage ids: 0, 1, 2"),

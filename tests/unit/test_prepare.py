@@ -166,6 +166,23 @@ def test_bad_override_is_a_request_error(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "param"),
+    [
+        ({"temperature": -1}, "talker.temperature"),
+        ({"logit_bias": {1500: 1.0}}, "talker.logit_bias"),
+        ({"stop": ["x"]}, "talker.stop"),
+        ({"logprobs": 1}, "talker.logprobs"),
+    ],
+)
+def test_bad_override_of_the_speech_is_a_request_error(
+    processor: Processor, config: OmniConfig, overrides: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ask(processor, config, speak=True, talker=overrides)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
     ("messages", "param"),
     [
         ([], "messages"),

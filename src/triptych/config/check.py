@@ -158,7 +158,7 @@ def _check_stage(stage: StageConfig, path: str) -> None:
     for name in stage.default_sampling_params:
         if name not in SamplingParams.__struct_fields__:
             raise ConfigError(unknown(name, SamplingParams.__struct_fields__), f"{where}.{name}")
-    sampling_params(stage.default_sampling_params, where)
+    sampling_params(stage.default_sampling_params, where, speech=stage.stage == "talker")
 
 
 def _check_inputs(stage: StageConfig, deploy: DeployConfig, path: str) -> None:

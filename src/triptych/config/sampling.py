@@ -9,6 +9,8 @@ import msgspec
 
 from triptych.errors import ConfigError
 
+OF_TEXT_ALONE = ("stop", "stop_token_ids", "logprobs")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one stage draws its tokens.
@@ -60,8 +62,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError("a stop string is empty", f"{path}.stop")
 
 
-def sampling_params(values: Mapping[str, Any], path: str) -> SamplingParams:
-    """Build SamplingParams from plain values. Raises ConfigError with the dotted path of what is wrong."""
+def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = False) -> SamplingParams:
+    """Build SamplingParams from plain values, for text or for speech, which has no use for those of text alone.
+
+    Raises ConfigError with the dotted path of what is wrong.
+    """
+    for name in OF_TEXT_ALONE if speech else ():
+        if values.get(name) not in (None, [], ()):
+            raise ConfigError("speech has no such setting; leave it out", f"{path}.{name}")
     try:
         params = msgspec.convert(values, SamplingParams, strict=False)
     except msgspec.ValidationError as error:

@@ -46,13 +46,17 @@ def prepare(
     prompt = processor.encode(messages)
     params = _params("thinker", deploy, thinker or {}, seed, fresh)
     _check_vocabulary(params, config.thinker.vocab_size)
+    speech = None
+    if speak and config.talker is not None:
+        speech = _params("talker", deploy, talker or {}, seed, fresh)
+        _check_vocabulary(speech, config.talker.text.vocab_size, "talker.")
     if (thinker or {}).get("max_tokens") is None:
         params = _fit(params, context_length(config, deploy) - len(prompt))
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         thinker=params,
-        talker=_params("talker", deploy, talker or {}, seed, fresh) if speak else None,
+        talker=speech,
         voice=speaker,
     )
 
@@ -114,16 +118,16 @@ def _params(
     if values["seed"] is None:
         values["seed"] = fresh
     try:
-        return sampling_params(values, kind)
+        return sampling_params(values, kind, speech=kind == "talker")
     except ConfigError as error:
         raise RequestError(str(error), error.path) from error
 
 
-def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+def _check_vocabulary(params: SamplingParams, vocab_size: int, path: str = "") -> None:
     for field, ids in (("logit_bias", tuple(params.logit_bias)), ("stop_token_ids", params.stop_token_ids)):
         outside = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
         if outside is not None:
-            raise RequestError(f"token id {outside} is not between 0 and {vocab_size - 1}", field)
+            raise RequestError(f"token id {outside} is not between 0 and {vocab_size - 1}", f"{path}{field}")
 
 
 def _fit(params: SamplingParams, room: int) -> SamplingParams:

@@ -278,7 +278,7 @@ def _check_stage_params(request: ChatCompletionRequest) -> None:
         if STAGES[index] == "code2wav" and values:
             raise RequestError(f"{path!r}: code2wav draws no tokens; leave it out or empty", path, "invalid_value")
         try:
-            sampling_params(values, path)
+            sampling_params(values, path, speech=STAGES[index] == "talker")
         except ConfigError as error:
             raise RequestError(str(error), error.path, "invalid_value") from error
     thinker = (request.sampling_params_list or [{}])[0] if request.sampling_params_list else {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Self
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -84,6 +86,10 @@ class TalkerStage:
 
     def submit(self, message: Submit) -> None:
         assert isinstance(message, SubmitSpeech)
+        if message.params.ignore_eos:  # the end is no code that a frame could hold, so it must not be drawn
+            never = {self.model.talker_config.codec_eos_token_id: -math.inf}
+            params = msgspec.structs.replace(message.params, logit_bias=message.params.logit_bias | never)
+            message = msgspec.structs.replace(message, params=params)
         try:
             rows = SpeechRows(message, self.config, self.model, single=self.batch_invariant)
             room = self.scheduler.config.max_model_len - rows.engine.num_prompt_tokens
