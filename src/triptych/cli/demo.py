@@ -113,7 +113,7 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
     except openai.OpenAIError as error:
         raise TriptychError(f"the request failed: {error}") from error
     if not answer.audio_s:
-        raise TriptychError("the model ended its speech before it began; try another --seed")
+        raise TriptychError("the model ended its speech before it began; try another --prompt or --seed")
     return answer
 
 
