@@ -35,6 +35,7 @@ def randomise(module: torch.nn.Module) -> torch.nn.Module:
     torch.manual_seed(0)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    module.prepare()  # type: ignore[operator]
     return module
 
 

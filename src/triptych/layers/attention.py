@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triptych.layers.norm import rms_norm
+from triptych.layers.norm import rms_norm, scaled_weight
 from triptych.layers.rotary import rotate
 
 
@@ -90,34 +90,34 @@ class PagedAttention:
 
 
 class AttentionProjections(nn.Module):
-    """q, k and v as one product, RMS-normalised per head and turned; and the output product (HF `*TextAttention`)."""
+    """q, k and v as one product, RMS-normalised per head and turned; and the output product (HF `*TextAttention`).
+
+    `prepare` must be called once the weights are loaded.
+    """
 
     def __init__(self, *, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim, self.eps = heads, kv_heads, head_dim, eps
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.turning = heads + kv_heads
+        self.floor = eps * head_dim
         self.qkv = nn.Parameter(torch.empty((heads + 2 * kv_heads) * head_dim, hidden), requires_grad=False)
         self.out = nn.Parameter(torch.empty(hidden, heads * head_dim), requires_grad=False)
         self.q_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
         self.k_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
-        self.register_buffer("qk_norm", None, persistent=False)
-        self.register_buffer("qk_scaled", None, persistent=False)
-        self.qk_norm: Tensor
-        self.qk_scaled: Tensor
 
     def prepare(self) -> None:
-        """One weight for the query and key heads together: they are normalised and turned in one go."""
-        self.qk_norm = torch.cat(
-            (self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1))
-        ).contiguous()
-        self.qk_scaled = self.qk_norm.float() * float(self.head_dim) ** 0.5
+        """One norm weight for the query and key heads together: they are normalised and turned in one go."""
+        both = torch.cat((self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)))
+        self.qk_scaled = scaled_weight(both)
+        self.qkv_t, self.out_t = self.qkv.t(), self.out.t()
 
     def project(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, hidden] -> q [N, heads, D], k and v [N, kv_heads, D]."""
-        qkv = F.linear(x, self.qkv).view(x.shape[0], self.heads + 2 * self.kv_heads, self.head_dim)
-        turning = self.heads + self.kv_heads
-        qk = rotate(rms_norm(qkv[:, :turning], self.qk_norm, self.qk_scaled, self.eps), cos, signed_sin)
-        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, turning:]
+        turning, heads = self.turning, self.heads
+        qkv = torch.mm(x, self.qkv_t).view(-1, turning + self.kv_heads, self.head_dim)
+        qk = rotate(rms_norm(qkv[:, :turning], self.qk_scaled, self.floor), cos, signed_sin)
+        return qk[:, :heads], qk[:, heads:], qkv[:, turning:]
 
     def merge(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The output product of [N, heads, D], added to residual [N, hidden]."""
-        return torch.addmm(residual, attended.reshape(attended.shape[0], -1), self.out.t())
+        return torch.addmm(residual, attended.reshape(attended.shape[0], -1), self.out_t)

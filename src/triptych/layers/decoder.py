@@ -26,14 +26,28 @@ class DecoderLayer(nn.Module):
         self.input_norm = RMSNorm(hidden, eps)
         self.post_norm = RMSNorm(hidden, eps)
 
-    def prepare(self) -> None:
+    def prepare(self, row_tile: int) -> None:
         """Derive what the layer keeps beside its weights; call once they are loaded."""
         self.attention.prepare()
         self.input_norm.prepare()
         self.post_norm.prepare()
+        if isinstance(self.feed_forward, SparseMoE):
+            self.feed_forward.prepare(row_tile)
+        else:
+            self.feed_forward.prepare()
+        # Bound once: at small sizes nn.Module's calls and attributes cost as much as the arithmetic.
+        attention = self.attention
+        self.parts = (
+            self.input_norm.forward,
+            attention.project,
+            attention.merge,
+            self.post_norm.forward,
+            self.feed_forward.forward,
+        )
 
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
         """x [N, hidden] -> [N, hidden]."""
-        q, k, v = self.attention.project(self.input_norm(x), cos, signed_sin)
-        x = self.attention.merge(x, attend(q, k, v))
-        return self.feed_forward(x, self.post_norm(x))  # type: ignore[no-any-return]
+        input_norm, project, merge, post_norm, feed_forward = self.parts
+        q, k, v = project(input_norm(x), cos, signed_sin)
+        x = merge(x, attend(q, k, v))
+        return feed_forward(x, post_norm(x))

@@ -18,18 +18,25 @@ def padded_rows(rows: int, tile: int) -> int:
 
 
 class GatedMLP(nn.Module):
-    """Adds down(silu(gate(x)) * up(x)) to a residual, gate and up as one product (HF `Qwen3OmniMoeMLP`)."""
+    """Adds down(silu(gate(x)) * up(x)) to a residual, gate and up as one product (HF `Qwen3OmniMoeMLP`).
+
+    `prepare` must be called once the weights are loaded.
+    """
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
+        self.width = intermediate
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden, intermediate), requires_grad=False)
 
+    def prepare(self) -> None:
+        self.gate_up_t, self.down_t = self.gate_up.t(), self.down.t()
+
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`."""
-        return residual.addmm_(self.inner(x), self.down.t())
+        return residual.addmm_(self.inner(x), self.down_t)
 
     def inner(self, x: Tensor) -> Tensor:
         """x [N, hidden] -> [N, intermediate], what the last product takes."""
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        both = torch.mm(x, self.gate_up_t)
+        return F.silu(both[:, : self.width]).mul_(both[:, self.width :])

@@ -38,6 +38,12 @@ class SparseMoE(nn.Module):
         if self.shared is not None:
             self.shared_gate = nn.Parameter(torch.empty(1, hidden), requires_grad=False)
 
+    def prepare(self, row_tile: int = ROW_TILE) -> None:
+        """`row_tile` 1 gives up batch invariance for less padding."""
+        self.row_tile = row_tile
+        if self.shared is not None:
+            self.shared.prepare()
+
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`; N is a multiple of `row_tile`."""
         probabilities = torch.softmax(F.linear(x, self.router), dim=-1, dtype=torch.float)
@@ -48,7 +54,7 @@ class SparseMoE(nn.Module):
         if self.shared is not None:
             # Widened first: a sigmoid over one column would mix vector and scalar code, which round differently.
             gate = F.linear(x, self.shared_gate).expand(-1, _LANES).contiguous()
-            shared = F.linear(self.shared.inner(x), self.shared.down)
+            shared = torch.mm(self.shared.inner(x), self.shared.down_t)
             out = out.addcmul_(gate.sigmoid_()[:, :1], shared)
         return out
 

@@ -14,35 +14,39 @@ class RMSNorm(nn.Module):
     `prepare` must be called once the weight is loaded.
     """
 
+    scaled: Tensor  # plain attributes, not buffers: they are read at every step
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.register_buffer("scaled", None, persistent=False)
         self.size, self.eps = size, eps
-        self.scaled: Tensor
 
     def prepare(self) -> None:
         """Fold the constant of the formula into the weight."""
-        self.scaled = self.weight.float() * math.sqrt(self.size)
+        self.scaled = scaled_weight(self.weight)
+        self.floor = self.eps * self.size
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.scaled, self.eps)
+        return rms_norm(x, self.scaled, self.floor)
 
 
-def rms_norm(x: Tensor, weight: Tensor, scaled: Tensor, eps: float) -> Tensor:
-    """`scaled` is weight * sqrt(n) in float32: x / sqrt(|x|^2 + n * eps) * scaled is the formula with n cancelled.
+def scaled_weight(weight: Tensor) -> Tensor:
+    """What `rms_norm` takes for a weight [..., n]: times sqrt(n), in float32."""
+    return weight.float() * math.sqrt(weight.shape[-1])
+
+
+def rms_norm(x: Tensor, scaled: Tensor, floor: float) -> Tensor:
+    """x / sqrt(|x|^2 + n * eps) * sqrt(n) * weight: the formula with n cancelled. `floor` is n * eps.
 
     Half the time of the textbook order of operations on a CPU, and after the reduction only operations that IEEE
     rounds exactly, so that vector and scalar code give the same bits.
     """
-    size = x.shape[-1]
     if x.dtype is torch.float32:
-        return x.div(_norm(x, eps * size)).mul_(scaled)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(scaled)
     wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    size = x.shape[-1]
     # HF rounds to the narrow dtype before it multiplies by the weight.
-    return wide.div(_norm(wide, eps * size)).mul_(math.sqrt(size)).to(x.dtype) * weight
-
-
-def _norm(x: Tensor, floor: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.mul_(norm).add_(floor).sqrt_()
+    unit = wide.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(math.sqrt(size)).to(x.dtype)
+    return unit * (scaled / math.sqrt(size)).to(x.dtype)

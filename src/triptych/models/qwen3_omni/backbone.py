@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
 from triptych.layers.attention import AttentionProjections, PagedAttention, PagedMetadata
-from triptych.layers.decoder import DecoderLayer
+from triptych.layers.decoder import Attend, DecoderLayer
 from triptych.layers.linear import GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
@@ -49,32 +49,33 @@ class Backbone(nn.Module):
         self.config = config
         self.layers = nn.ModuleList(build_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary: Rotary | None = None
 
     def prepare(self, row_tile: int) -> None:
         """Derive what the layers keep beside their weights; call once the weights are loaded."""
-        for layer in self._layers():
-            layer.prepare()
-            if isinstance(layer.feed_forward, SparseMoE):
-                layer.feed_forward.row_tile = row_tile
         self.norm.prepare()
         self.rotary = Rotary(
             self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device
         )
-
-    def _layers(self) -> Iterator[DecoderLayer]:
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            yield layer
+        self.steps = prepared_layers(self.layers, row_tile)
 
     def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
         """x [N, hidden], positions [3, N] -> normalised hidden states [N, hidden]."""
-        assert self.rotary is not None, "prepare() was not called"
         cos, signed_sin = self.rotary(positions, x.dtype)
-        for layer, cache in zip(self._layers(), caches, strict=True):
-            x = layer(x, cos, signed_sin, PagedAttention(cache, self.config.num_key_value_heads, metadata))
-        normalised: Tensor = self.norm(x)
-        return normalised
+        for step, cache in zip(self.steps, caches, strict=True):
+            x = step(x, cos, signed_sin, PagedAttention(cache, self.config.num_key_value_heads, metadata))
+        return self.norm.forward(x)
+
+
+def prepared_layers(
+    layers: Iterable[nn.Module], row_tile: int
+) -> list[Callable[[Tensor, Tensor, Tensor, Attend], Tensor]]:
+    """Prepare every DecoderLayer of `layers`; returns their `forward`s, in order."""
+    steps: list[Step] = []
+    for layer in layers:
+        assert isinstance(layer, DecoderLayer)
+        layer.prepare(row_tile)
+        steps.append(layer.forward)
+    return steps
 
 
 def layer_placements(config: DecoderConfig, source: str, target: str, layout: Layout) -> Iterator[Placement]:

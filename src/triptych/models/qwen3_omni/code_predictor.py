@@ -13,48 +13,65 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triptych.layers.decoder import DecoderLayer
 from triptych.layers.norm import RMSNorm
 from triptych.layers.rotary import Rotary
 from triptych.models.placement import Layout, Placement
-from triptych.models.qwen3_omni.backbone import build_layer, layer_placements
+from triptych.models.qwen3_omni.backbone import build_layer, layer_placements, prepared_layers
 from triptych.models.qwen3_omni.config import DecoderConfig
 
 Draw = Callable[[Tensor, int], Tensor]  # (logits [B, vocab], residual index 0..) -> codes [B]
 
 
-class FrameAttention:
-    """Causal attention of one layer over the positions of one frame, [B, 2 * kv_heads, positions, head_dim]."""
+class PositionAttention:
+    """Attention of one position of one layer over itself and the positions before it."""
 
-    def __init__(self, cache: Tensor, kv_heads: int) -> None:
-        self.cache, self.kv_heads = cache, kv_heads
-        self.filled = 0
+    def __init__(self, cache: Tensor, position: int, heads: int) -> None:
+        batch, both, _, dim = cache.shape
+        kv_heads = both // 2
+        keys, values = cache[:, :kv_heads], cache[:, kv_heads:]
+        self.key, self.value = keys[:, :, position], values[:, :, position]
+        self.keys, self.values = keys[:, :, : position + 1], values[:, :, : position + 1]
+        # The query heads of one key head stand on the query axis: no mask is needed for a single position.
+        self.grouped = (batch, kv_heads, heads // kv_heads, dim)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B * T, heads, D], k and v [B * T, kv_heads, D] of T new positions -> [B * T, heads, D]."""
-        batch = self.cache.shape[0]
-        new = q.shape[0] // batch
-        rows, heads, dim = q.shape
-        start, self.filled = self.filled, self.filled + new
-        if new == 1:
-            self.cache[:, : self.kv_heads, start] = k
-            self.cache[:, self.kv_heads :, start] = v
-            # The query heads of one key head stand on the query axis: no mask is needed for a single position.
-            grouped = q.view(batch, self.kv_heads, heads // self.kv_heads, dim)
-            seen = self.cache[:, :, : self.filled]
-            out = F.scaled_dot_product_attention(grouped, seen[:, : self.kv_heads], seen[:, self.kv_heads :])
-            return out.reshape(rows, heads, dim)
-        kv = torch.cat((k, v), dim=1)
-        self.cache[:, :, start : self.filled] = kv.view(batch, new, 2 * self.kv_heads, dim).transpose(1, 2)
-        seen = self.cache[:, :, : self.filled]
-        out = F.scaled_dot_product_attention(
-            q.view(batch, new, heads, dim).transpose(1, 2),
-            seen[:, : self.kv_heads],
-            seen[:, self.kv_heads :],
-            is_causal=True,
-            enable_gqa=True,
-        )
-        return out.transpose(1, 2).reshape(rows, heads, dim)
+        """q [B, heads, D], k and v [B, kv_heads, D] -> [B, kv_heads, heads / kv_heads, D]."""
+        self.key.copy_(k)
+        self.value.copy_(v)
+        return F.scaled_dot_product_attention(q.view(self.grouped), self.keys, self.values)
+
+
+class PairAttention:
+    """Attention of the first two positions of one layer, which are computed together."""
+
+    def __init__(self, cache: Tensor) -> None:
+        kv_heads = cache.shape[1] // 2
+        self.keys, self.values = cache[:, :kv_heads, :2], cache[:, kv_heads:, :2]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B * 2, heads, D], k and v [B * 2, kv_heads, D] -> [B * 2, heads, D]."""
+        _, heads, dim = q.shape
+        self.keys.copy_(k.view(-1, 2, k.shape[1], dim).transpose(1, 2))
+        self.values.copy_(v.view(-1, 2, v.shape[1], dim).transpose(1, 2))
+        queries = q.view(-1, 2, heads, dim).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries, self.keys, self.values, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2).reshape(-1, heads, dim)
+
+
+class FrameCache:
+    """Keys and values of one frame, [layers, B, 2 * kv_heads, positions, head_dim], with every view of them made.
+
+    A frame overwrites the last one's; position p only ever reads positions up to p, so nothing needs clearing.
+    `attends[p][layer]` attends for position p; those of position 1 take positions 0 and 1 together.
+    """
+
+    def __init__(self, config: DecoderConfig, batch: int, positions: int, like: Tensor) -> None:
+        kv_heads, dim = config.num_key_value_heads, config.head_dim
+        self.memory = like.new_zeros(config.num_hidden_layers, batch, 2 * kv_heads, positions, dim)
+        layers = self.memory.unbind(0)
+        self.attends: list[list[PairAttention | PositionAttention]] = [[], [PairAttention(layer) for layer in layers]]
+        for position in range(2, positions):
+            self.attends.append([PositionAttention(layer, position, config.num_attention_heads) for layer in layers])
 
 
 class CodePredictor(nn.Module):
@@ -68,8 +85,6 @@ class CodePredictor(nn.Module):
         self.heads = nn.Parameter(torch.empty(shape), requires_grad=False)
         self.layers = nn.ModuleList(build_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.cos: list[Tensor] = []
-        self.sin: list[Tensor] = []
 
     def placements(self, layout: Layout) -> Iterator[Placement]:
         theirs, shape = "talker.code_predictor", (self.config.vocab_size, self.config.hidden_size)
@@ -80,46 +95,38 @@ class CodePredictor(nn.Module):
             yield Placement(f"{theirs}.lm_head.{index}.weight", "code_predictor.heads", shape, index=index)
         yield from layer_placements(self.config, f"{theirs}.model", "code_predictor", layout)
 
-    def prepare(self) -> None:
+    def prepare(self, row_tile: int) -> None:
         """Derived weights, and the rotary angles of every position a frame can have."""
-        for layer in self._layers():
-            layer.prepare()
         self.norm.prepare()
+        self.steps = prepared_layers(self.layers, row_tile)
         device, dtype = self.norm.weight.device, self.norm.weight.dtype
         rotary = Rotary(self.config.head_dim, self.config.rope_theta, None, device)
         positions = torch.arange(self.residuals + 1, device=device).expand(3, -1)
         cos, sin = rotary(positions, dtype)
-        self.cos, self.sin = list(torch.split(cos, 1)), list(torch.split(sin, 1))
-
-    def _layers(self) -> Iterator[DecoderLayer]:
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            yield layer
+        self.angles = list(zip(torch.split(cos, 1), torch.split(sin, 1), strict=True))
+        self.heads_t = [head.t() for head in self.heads]
+        self.embeddings = list(self.tables)
+        self.caches: dict[int, FrameCache] = {}
 
     def forward(self, hidden: Tensor, first: Tensor, draw: Draw) -> Tensor:
         """hidden [B, hidden] of the Talker and first [B, hidden], the embedding of codebook 0 -> codes [B, residuals].
 
-        `draw` samples each residual code. B is a multiple of ROW_TILE.
+        `draw` samples each residual code. B is a multiple of the row tile.
         """
         batch, width = hidden.shape
-        config = self.config
-        shape = (batch, 2 * config.num_key_value_heads, self.residuals + 1, config.head_dim)
-        attends = [
-            FrameAttention(torch.empty(shape, dtype=hidden.dtype, device=hidden.device), config.num_key_value_heads)
-            for _ in range(config.num_hidden_layers)
-        ]
+        cache = self.caches.get(batch)
+        if cache is None:
+            cache = self.caches[batch] = FrameCache(self.config, batch, self.residuals + 1, hidden)
         x = torch.stack((hidden, first), dim=1).view(2 * batch, width)
-        cos = torch.cat((self.cos[0], self.cos[1])).repeat(batch, 1, 1)
-        sin = torch.cat((self.sin[0], self.sin[1])).repeat(batch, 1, 1)
-        codes = []
-        for step in range(self.residuals):
-            for layer, attend in zip(self._layers(), attends, strict=True):
-                x = layer(x, cos, sin, attend)
-            last = x.view(batch, -1, width)[:, -1] if step == 0 else x
-            logits = F.linear(self.norm(last), self.heads[step])
-            code = draw(logits.float(), step)
-            codes.append(code)
-            if step + 1 < self.residuals:
-                x = F.embedding(code, self.tables[step])
-                cos, sin = self.cos[step + 2], self.sin[step + 2]
+        (cos_0, sin_0), (cos_1, sin_1) = self.angles[:2]
+        cos, sin = torch.cat((cos_0, cos_1)).repeat(batch, 1, 1), torch.cat((sin_0, sin_1)).repeat(batch, 1, 1)
+        codes: list[Tensor] = []
+        for index, head in enumerate(self.heads_t):
+            if index:
+                x = F.embedding(codes[-1], self.embeddings[index - 1])
+                cos, sin = self.angles[index + 1]
+            for step, attend in zip(self.steps, cache.attends[index + 1], strict=True):
+                x = step(x, cos, sin, attend)
+            last = x if index else x.view(batch, 2, width)[:, 1]
+            codes.append(draw(torch.mm(self.norm.forward(last), head).float(), index))
         return torch.stack(codes, dim=1)

@@ -96,7 +96,7 @@ class Talker(nn.Module):
     def prepare(self, *, row_tile: int = ROW_TILE) -> None:
         """Project the text table, lay the code tables out as one, derive what the layers need."""
         self.backbone.prepare(row_tile)
-        self.code_predictor.prepare()
+        self.code_predictor.prepare(row_tile)
         with torch.inference_mode():
             pieces = torch.split(self.thinker_embedding, _PROJECTION_ROWS)
             self.text_table = torch.cat([self.text_projection(piece) for piece in pieces])
