@@ -103,6 +103,13 @@ def test_two_writers_of_one_process_never_share_a_name() -> None:
     segments.sweep(TOKEN, "talker")
 
 
+def test_a_segment_never_overwrites_another() -> None:
+    name = SegmentWriter(TOKEN, "talker").write([(0, b"first")])
+    with pytest.raises(FileExistsError):
+        SegmentWriter(TOKEN, "talker").write([(0, b"second")])
+    assert segments.take(name)[:] == b"first"
+
+
 def test_sweep_of_a_process_spares_every_other_process_even_of_a_like_name() -> None:
     names = {process: SegmentWriter(TOKEN, process).write([(0, b"a")]) for process in ("a", "a-b", "a-1.1", "b", "a/c")}
     segments.sweep(TOKEN, "a")
