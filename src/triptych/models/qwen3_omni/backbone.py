@@ -66,9 +66,10 @@ class Backbone(nn.Module):
         return self.norm.forward(x)
 
 
-def prepared_layers(
-    layers: Iterable[nn.Module], row_tile: int
-) -> list[Callable[[Tensor, Tensor, Tensor, Attend], Tensor]]:
+Step = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # DecoderLayer.forward
+
+
+def prepared_layers(layers: Iterable[nn.Module], row_tile: int) -> list[Step]:
     """Prepare every DecoderLayer of `layers`; returns their `forward`s, in order."""
     steps: list[Step] = []
     for layer in layers:
