@@ -78,7 +78,19 @@ def test_mixture_of_experts(hidden: int, experts: int, top_k: int, width: int, s
         shared_intermediate=shared,
     )
     randomise(moe)
-    assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, hidden))
+    for add_experts in (moe.add_experts_singly, moe.add_experts_grouped):
+        moe.add_experts = add_experts
+        assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, hidden))
+
+
+def test_grouped_experts_equal_single_ones() -> None:
+    moe = SparseMoE(hidden=32, num_experts=8, top_k=3, intermediate=16, norm_topk_prob=True)
+    randomise(moe)
+    x, residual = torch.randn(ROWS, 32), torch.randn(ROWS, 32)
+    experts = torch.stack([torch.randperm(8)[:3] for _ in range(ROWS)])
+    weights = torch.rand(ROWS, 3)
+    singly = moe.add_experts_singly(residual.clone(), x, experts, weights)
+    torch.testing.assert_close(moe.add_experts_grouped(residual.clone(), x, experts, weights), singly)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64])
