@@ -1,0 +1,1 @@
+"""Training of the tiny speaking checkpoint: run from a clone, no part of the installed package."""

