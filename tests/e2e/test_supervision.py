@@ -342,6 +342,21 @@ async def test_a_process_without_heartbeat_is_killed_and_started_again() -> None
         await check_serves(orchestrator)
 
 
+async def test_a_machine_that_stands_still_loses_no_process() -> None:
+    async with pipeline(heartbeat_timeout_s=1.5) as orchestrator:
+        stream = orchestrator.submit(generation_request("a", words=40, seed=2))
+        first = await anext(stream)
+        pids = [process.pid for process in orchestrator.health().processes.values() if process.pid is not None]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.0)  # in the event loop: the server stands still as well
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        check_whole([first, *await asyncio.wait_for(read(stream), 10)], words=40, seed=2)
+        await asyncio.sleep(1.6)
+        assert [process.pid for process in orchestrator.health().processes.values()] == pids
+
+
 async def test_a_process_that_dies_too_often_is_given_up_and_the_rest_serves_on() -> None:
     async with pipeline(max_stage_restarts=1) as orchestrator:
         for _ in range(2):

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from triptych.config.schema import DeployConfig, StageKind
@@ -34,6 +35,7 @@ STAGE_COMMAND = (sys.executable, "-m", "triptych.stages")
 STOP_S = 4.0  # for a process to leave after `Shutdown`
 KILL_S = 1.0  # for a killed process to be reaped
 FATAL_S = 0.5  # for the last message of a process that has exited by itself
+LATE_S = 1.0  # at least, for a heartbeat that is overdue
 
 Progress = Callable[[LoadProgress | Loaded], None]
 
@@ -297,7 +299,7 @@ class Supervisor:
     def _check_load(self, process: StageProcess) -> None:
         process.kill(f"it did not load within stage_init_timeout_s = {self._deploy.stage_init_timeout_s:g}")
 
-    def _check_heartbeat(self, process: StageProcess) -> None:
+    def _check_heartbeat(self, process: StageProcess, *, again: bool = False) -> None:
         while self._control.drain():
             continue  # a server that was suspended itself has heartbeats to read first
         if process.last_heartbeat is None:
@@ -306,5 +308,7 @@ class Supervisor:
         age = self._loop.time() - process.last_heartbeat
         if age < limit:
             self._set_timer(process, limit - age, self._check_heartbeat)
+        elif not again:  # a machine that stood still has stopped the heartbeats and this clock alike
+            self._set_timer(process, max(LATE_S, limit / 10), partial(self._check_heartbeat, again=True))
         else:
             process.kill(f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")

@@ -69,11 +69,11 @@ def error_body(error: Exception) -> dict[str, Any]:
                 kind, code = "service_unavailable", "no_capacity"
         case StageError():
             suffix = f" (request {error.request_id})" if error.request_id else ""
-            message, kind, code = f"stage {error.stage}: {error}{suffix}", "server_error", "stage_failed"
+            message, kind, code = f"{_named(error)}{suffix}", "server_error", "stage_failed"
             if error.status == 503:
                 kind, code = "service_unavailable", "stage_unavailable"
         case DeadlineError():
-            message, kind, code = f"stage {error.stage}: {error}", "timeout", "deadline_exceeded"
+            message, kind, code = _named(error), "timeout", "deadline_exceeded"
         case HTTPException():
             message, kind = str(error.detail), "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -128,6 +128,12 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, known)
     app.add_exception_handler(HTTPException, not_routed)
     app.add_exception_handler(Exception, known)  # the framework logs it with its traceback
+
+
+def _named(error: StageError | DeadlineError) -> str:
+    """The error with the name of its stage, which most of them give themselves."""
+    stage, message = f"stage {error.stage}", str(error)
+    return message if stage in message else f"{stage}: {message}"
 
 
 def _shown(value: Any, limit: int = 80) -> str:
