@@ -5,6 +5,7 @@ Each layer is run on whole tiles cut from a larger batch, and on single rows rep
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +17,7 @@ from triptych.layers.attention import PagedAttention, PagedMetadata
 from triptych.layers.linear import ROW_TILE, GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
+from triptych.layers.product import PackedProduct, PlainProduct, Product, make_product, packing_works
 from triptych.layers.rotary import Rotary, rotate
 
 ROWS = 64
@@ -43,10 +45,19 @@ def randomise(module: torch.nn.Module) -> torch.nn.Module:
     ("outputs", "inputs"), [(64, 48), (256, 128), (512, 128), (3072, 128), (4160, 256), (512, 1024)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+def test_product(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = torch.randn(outputs, inputs).to(dtype)
-    assert_invariant(lambda x: F.linear(x, weight), torch.randn(ROWS, inputs).to(dtype))
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    x = torch.randn(ROWS, inputs).to(dtype)
+    products: list[Product] = [PlainProduct(weight), make_product(weight)]
+    if packing_works():
+        products.append(PackedProduct(weight))
+    for product in products:
+        assert_invariant(product, x)
+        expected, residual = F.linear(x, weight), torch.randn(ROWS, outputs).to(dtype)
+        torch.testing.assert_close(product(x), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(product.add(residual, x), residual + expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("width", [48, 64, 128, 256])
@@ -77,20 +88,25 @@ def test_mixture_of_experts(hidden: int, experts: int, top_k: int, width: int, s
         norm_topk_prob=True,
         shared_intermediate=shared,
     )
+    grouped = copy.deepcopy(moe)
     randomise(moe)
-    for add_experts in (moe.add_experts_singly, moe.add_experts_grouped):
-        moe.add_experts = add_experts
-        assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, hidden))
+    assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, hidden))
+    grouped.prepare_single = grouped.prepare_grouped  # type: ignore[method-assign]
+    randomise(grouped)
+    assert_invariant(lambda x: grouped(x.clone(), x), torch.randn(ROWS, hidden))
 
 
 def test_grouped_experts_equal_single_ones() -> None:
     moe = SparseMoE(hidden=32, num_experts=8, top_k=3, intermediate=16, norm_topk_prob=True)
-    randomise(moe)
+    for weight in moe.parameters():
+        torch.nn.init.normal_(weight)
+    moe.prepare_grouped()
     x, residual = torch.randn(ROWS, 32), torch.randn(ROWS, 32)
     experts = torch.stack([torch.randperm(8)[:3] for _ in range(ROWS)])
     weights = torch.rand(ROWS, 3)
-    singly = moe.add_experts_singly(residual.clone(), x, experts, weights)
-    torch.testing.assert_close(moe.add_experts_grouped(residual.clone(), x, experts, weights), singly)
+    grouped = moe.add_experts_grouped(residual.clone(), x, experts, weights)
+    moe.prepare_single()
+    torch.testing.assert_close(moe.add_experts_singly(residual.clone(), x, experts, weights), grouped)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64])

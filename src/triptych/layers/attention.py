@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.norm import rms_norm, scaled_weight
+from triptych.layers.product import take_product
 from triptych.layers.rotary import rotate
 
 
@@ -109,15 +110,15 @@ class AttentionProjections(nn.Module):
         """One norm weight for the query and key heads together: they are normalised and turned in one go."""
         both = torch.cat((self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)))
         self.qk_scaled = scaled_weight(both)
-        self.qkv_t, self.out_t = self.qkv.t(), self.out.t()
+        self.into, self.back = take_product(self, "qkv"), take_product(self, "out")
 
     def project(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, hidden] -> q [N, heads, D], k and v [N, kv_heads, D]."""
         turning, heads = self.turning, self.heads
-        qkv = torch.mm(x, self.qkv_t).view(-1, turning + self.kv_heads, self.head_dim)
+        qkv = self.into(x).view(-1, turning + self.kv_heads, self.head_dim)
         qk = rotate(rms_norm(qkv[:, :turning], self.qk_scaled, self.floor), cos, signed_sin)
         return qk[:, :heads], qk[:, heads:], qkv[:, turning:]
 
     def merge(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The output product of [N, heads, D], added to residual [N, hidden]."""
-        return torch.addmm(residual, attended.reshape(attended.shape[0], -1), self.out_t)
+        return self.back.add(residual, attended.reshape(attended.shape[0], -1))

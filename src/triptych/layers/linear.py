@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from triptych.layers.product import take_product
+
 # Matrix products of one to three rows take other kernels (dot products, matrix-vector) than those of four and more,
 # and sum in another order. A batch-invariant engine pads every batch to whole tiles of this many rows, so a row's bits
 # are the same alone and in any batch; tests/engine/test_batch_invariance.py holds this on the machine at hand.
@@ -30,13 +32,13 @@ class GatedMLP(nn.Module):
         self.down = nn.Parameter(torch.empty(hidden, intermediate), requires_grad=False)
 
     def prepare(self) -> None:
-        self.gate_up_t, self.down_t = self.gate_up.t(), self.down.t()
+        self.into, self.back = take_product(self, "gate_up"), take_product(self, "down")
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`."""
-        return residual.addmm_(self.inner(x), self.down_t)
+        """residual and x [N, hidden] -> [N, hidden]."""
+        return self.back.add(residual, self.inner(x))
 
     def inner(self, x: Tensor) -> Tensor:
         """x [N, hidden] -> [N, intermediate], what the last product takes."""
-        both = torch.mm(x, self.gate_up_t)
+        both = self.into(x)
         return F.silu(both[:, : self.width]).mul_(both[:, self.width :])

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.linear import ROW_TILE, GatedMLP
+from triptych.layers.product import make_product, take_product
 
 _LANES = 16  # elements of the widest vector register, float32
 
@@ -42,26 +43,42 @@ class SparseMoE(nn.Module):
     def prepare(self, row_tile: int = ROW_TILE) -> None:
         """`row_tile` 1 gives up batch invariance for less padding."""
         self.row_tile = row_tile
-        self.router_t = self.router.t()
-        self.gate_up_t, self.down_t = self.gate_up.transpose(1, 2), self.down.transpose(1, 2)
-        self.experts_t = list(zip(self.gate_up_t.unbind(0), self.down_t.unbind(0), strict=True))
         # On a CPU the routing is at hand, and one product per chosen expert costs half of what grouped products do.
-        self.add_experts = self.add_experts_singly if self.router.device.type == "cpu" else self.add_experts_grouped
+        if self.router.device.type == "cpu":
+            self.prepare_single()
+        else:
+            self.prepare_grouped()
+        self.route = take_product(self, "router")
         if self.shared is not None:
             self.shared.prepare()
-            self.shared_gate_t = self.shared_gate.t()
+            self.gate_shared = take_product(self, "shared_gate")
+
+    def prepare_single(self) -> None:
+        """Lay out each expert for itself; the stacked weights are given up."""
+        self.experts = [
+            (make_product(into), make_product(back))
+            for into, back in zip(self.gate_up.data.unbind(0), self.down.data.unbind(0), strict=True)
+        ]
+        for name in ("gate_up", "down"):
+            setattr(self, name, nn.Parameter(self.router.new_empty(0), requires_grad=False))
+        self.add_experts = self.add_experts_singly
+
+    def prepare_grouped(self) -> None:
+        """Keep the experts stacked, for grouped products."""
+        self.gate_up_t, self.down_t = self.gate_up.transpose(1, 2), self.down.transpose(1, 2)
+        self.add_experts = self.add_experts_grouped
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual and x [N, hidden] -> [N, hidden], in the memory of `residual`; N is a multiple of `row_tile`."""
-        probabilities = torch.softmax(torch.mm(x, self.router_t), dim=-1, dtype=torch.float)
+        probabilities = torch.softmax(self.route(x), dim=-1, dtype=torch.float)
         weights, experts = torch.topk(probabilities, self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         out = self.add_experts(residual, x, experts, weights.to(x.dtype))
         if self.shared is not None:
             # Widened first: a sigmoid over one column would mix vector and scalar code, which round differently.
-            gate = torch.mm(x, self.shared_gate_t).expand(-1, _LANES).contiguous()
-            shared = torch.mm(self.shared.inner(x), self.shared.down_t)
+            gate = self.gate_shared(x).expand(-1, _LANES).contiguous()
+            shared = self.shared.back(self.shared.inner(x))
             out = out.addcmul_(gate.sigmoid_()[:, :1], shared)
         return out
 
@@ -74,11 +91,11 @@ class SparseMoE(nn.Module):
         for expert, count in enumerate(torch.bincount(flat, minlength=self.num_experts).tolist()):
             if not count:
                 continue
-            gate_up_t, down_t = self.experts_t[expert]
+            into, back = self.experts[expert]
             rows = tokens[start : start + count]
             padding = -count % self.row_tile
-            both = torch.mm(x[torch.cat((rows, rows[:1].expand(padding))) if padding else rows], gate_up_t)
-            result = torch.mm(F.silu(both[:, : self.width]).mul_(both[:, self.width :]), down_t)
+            both = into(x[torch.cat((rows, rows[:1].expand(padding))) if padding else rows])
+            result = back(F.silu(both[:, : self.width]).mul_(both[:, self.width :]))
             residual.index_add_(0, rows, result[:count].mul_(scale[start : start + count]))
             start += count
         return residual

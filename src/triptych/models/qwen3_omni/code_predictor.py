@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.norm import RMSNorm
+from triptych.layers.product import make_product
 from triptych.layers.rotary import Rotary
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import build_layer, layer_placements, prepared_layers
@@ -104,7 +105,8 @@ class CodePredictor(nn.Module):
         positions = torch.arange(self.residuals + 1, device=device).expand(3, -1)
         cos, sin = rotary(positions, dtype)
         self.angles = list(zip(torch.split(cos, 1), torch.split(sin, 1), strict=True))
-        self.heads_t = [head.t() for head in self.heads]
+        self.draws = [make_product(head) for head in self.heads.data]
+        self.heads = nn.Parameter(self.heads.new_empty(0), requires_grad=False)
         self.embeddings = list(self.tables)
         self.caches: dict[int, FrameCache] = {}
 
@@ -121,12 +123,12 @@ class CodePredictor(nn.Module):
         (cos_0, sin_0), (cos_1, sin_1) = self.angles[:2]
         cos, sin = torch.cat((cos_0, cos_1)).repeat(batch, 1, 1), torch.cat((sin_0, sin_1)).repeat(batch, 1, 1)
         codes: list[Tensor] = []
-        for index, head in enumerate(self.heads_t):
+        for index, head in enumerate(self.draws):
             if index:
                 x = F.embedding(codes[-1], self.embeddings[index - 1])
                 cos, sin = self.angles[index + 1]
             for step, attend in zip(self.steps, cache.attends[index + 1], strict=True):
                 x = step(x, cos, sin, attend)
             last = x if index else x.view(batch, 2, width)[:, 1]
-            codes.append(draw(torch.mm(self.norm.forward(last), head).float(), index))
+            codes.append(draw(head(self.norm.forward(last)).float(), index))
         return torch.stack(codes, dim=1)

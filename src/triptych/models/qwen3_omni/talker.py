@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from triptych.errors import CheckpointError
 from triptych.layers.attention import PagedMetadata
 from triptych.layers.linear import ROW_TILE
+from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import Backbone, layer_placements
 from triptych.models.qwen3_omni.code_predictor import CodePredictor, Draw
@@ -97,6 +98,7 @@ class Talker(nn.Module):
         """Project the text table, lay the code tables out as one, derive what the layers need."""
         self.backbone.prepare(row_tile)
         self.code_predictor.prepare(row_tile)
+        self.head = take_product(self, "codec_head")
         with torch.inference_mode():
             pieces = torch.split(self.thinker_embedding, _PROJECTION_ROWS)
             self.text_table = torch.cat([self.text_projection(piece) for piece in pieces])
@@ -128,7 +130,7 @@ class Talker(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> codebook-0 logits [S, codec vocab] in float32."""
-        return F.linear(hidden, self.codec_head).float()
+        return self.head(hidden).float()
 
     def residual_codes(self, hidden: Tensor, first: Tensor, draw: Draw) -> Tensor:
         """hidden [B, hidden] and codebook-0 codes [B] -> residual codes [B, num_code_groups - 1]."""

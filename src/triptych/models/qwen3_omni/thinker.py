@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from triptych.layers.attention import PagedMetadata
 from triptych.layers.linear import ROW_TILE
+from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import Backbone, layer_placements
 from triptych.models.qwen3_omni.config import OmniConfig
@@ -38,6 +39,7 @@ class Thinker(nn.Module):
 
     def prepare(self, *, row_tile: int = ROW_TILE) -> None:
         self.backbone.prepare(row_tile)
+        self.head = take_product(self, "lm_head")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """ids [N] -> [N, hidden]."""
@@ -50,4 +52,4 @@ class Thinker(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] in float32."""
-        return F.linear(hidden, self.lm_head).float()
+        return self.head(hidden).float()
