@@ -7,7 +7,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -29,12 +28,7 @@ def load_state(path: Path) -> dict[str, Any] | None:
     return state
 
 
-def step_generator(seed: int, step: int) -> np.random.Generator:
-    """Random numbers as a function of the step alone: a resumed run draws what the first would have."""
-    return np.random.default_rng((seed, step))
-
-
 def seed_step(seed: int, step: int) -> None:
-    """The same for torch's and Python's global generators."""
+    """Make torch's and Python's global generators a function of the step: a resumed run draws what the first would."""
     torch.manual_seed(seed * 1_000_003 + step)
     random.seed(seed * 1_000_003 + step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,23 +10,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from training.spectra import MELS, log_mel
 from training.teacher import FRAME
+from training.tiny_config import CODES, DECODER, HIDDEN, QUANTIZERS
 
-QUANTIZERS, CODES = 8, 512
-LATENT, HIDDEN = 32, 128
-DECODER: dict[str, Any] = {
-    "codebook_size": CODES,
-    "num_quantizers": QUANTIZERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "sliding_window": 72,
-    "max_position_embeddings": 8000,
-    "decoder_dim": 192,
-    "upsample_rates": [8, 5, 4, 3],
-    "upsampling_ratios": [2, 2],
-}
+LATENT = 32
 CONTEXT = 3  # frames that the encoder sees on both sides of what is decoded
 _DECAY = 0.98  # of the codebooks' moving averages
 _DEAD_STEPS = 60  # an entry unused for so long is moved to where data is

@@ -257,6 +257,18 @@ def _seen(rng: random.Random) -> Sample:
     )
 
 
+def styled(rng: random.Random, question: str) -> str:
+    """A question as people type it: capitals and marks come and go."""
+    form = rng.random()
+    if form < 0.4:
+        return question
+    if form < 0.8:
+        question = question[:1].upper() + question[1:]
+        question = question.replace(" i ", " I ").replace(" i,", " I,")
+    asks = question.lower().startswith(("what", "who", "how", "you see"))
+    return question + rng.choice(("", "?" if asks else ".", "?" if asks else "!"))
+
+
 _KINDS: list[tuple[Callable[[random.Random], Sample], float]] = [
     (_arithmetic, 0.25),
     (_repeat, 0.30),

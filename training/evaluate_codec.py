@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from training.checkpoints import load_state
-from training.codec import HIDDEN, QUANTIZERS, Codec
+from training.codec import Codec
 from training.recogniser import transcribe
 from training.scoring import errors, word_error_rate
 from training.spectra import log_mel
 from training.speech import speech_store
 from training.teacher import VOICES
+from training.tiny_config import HIDDEN, QUANTIZERS
 
 
 def load_codec(work: Path) -> tuple[Codec, int]:

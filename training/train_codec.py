@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from pathlib import Path
 
@@ -12,27 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.checkpoints import load_state, save_state, seed_step, step_generator
-from training.codec import CONTEXT, QUANTIZERS, Codec
+from training.checkpoints import load_state, save_state, seed_step
+from training.codec import CONTEXT, Codec
 from training.log import TrainingLog
+from training.schedule import cosine, step_generator
 from training.spectra import log_mel, spectral_loss
 from training.speech import speech_store
 from training.speech_store import SpeechStore
 from training.teacher import FRAME
+from training.tiny_config import QUANTIZERS
 
 FRAMES, BATCH = 20, 6  # one step hears 9.6 s
-PEAK_RATE, FINAL_SHARE, WARM_UP = 1e-3, 0.05, 50
+PEAK_RATE = 1e-3
 SEED = 1
-
-
-def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine from the peak to a twentieth of it at the last step."""
-    done = min(1.0, step / steps)
-    return (
-        PEAK_RATE
-        * min(1.0, (step + 1) / WARM_UP)
-        * (FINAL_SHARE + (1 - FINAL_SHARE) * 0.5 * (1 + math.cos(math.pi * done)))
-    )
 
 
 class Crops:
@@ -83,7 +74,7 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
     while step < (until or steps):
         started = time.monotonic()
         seed_step(SEED, step)
-        rate = learning_rate(step, steps)
+        rate = cosine(step, steps, PEAK_RATE)
         for group in optimizer.param_groups:
             group["lr"] = rate
         mel, waveform = crops.batch(step)
@@ -101,10 +92,10 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
         step += 1
         log.add(
             step,
-            spectral=float(spectral),
-            l1=float(absolute),
-            commitment=float(commitment),
-            gradient=float(norm),
+            spectral=spectral.item(),
+            l1=absolute.item(),
+            commitment=commitment.item(),
+            gradient=norm.item(),
             rate=rate,
             used_first=used[0],
             used_last=used[-1],

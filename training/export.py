@@ -1,0 +1,105 @@
+"""Assemble the trained parts into a checkpoint folder in the published layout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from training.checkpoints import load_state
+from training.evaluate_codec import load_codec
+from training.parts import text_embedding
+from training.tiny_config import tiny_config
+from training.tokenizer import build_tokenizer
+from triptych.models.qwen3_omni.published import meta_model, published_name, split
+from triptych.models.qwen3_omni.synthetic_tokenizer import token_id, write_tokenizer
+
+STORED = torch.float16  # half the size; config.json says float32, so every loader computes in that
+_HEAD_ROOM = 60_000.0  # float16 ends at 65,504
+
+
+def trained_tensors(work: Path) -> dict[str, Tensor]:
+    """Every trained tensor by the class's name. Raises FileNotFoundError where a stage was never trained."""
+    codec, _ = load_codec(work)
+    tensors = {f"code2wav.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
+    for stage, prefix in (("thinker", "thinker."), ("talker", "")):
+        path = work / stage / "state.pt"
+        state = load_state(path)
+        if state is None:
+            raise FileNotFoundError(f"{path} does not exist; train the {stage} first")
+        for name, tensor in state["model"].items():
+            tensors[prefix + name.replace("model.", "model.language_model.", 1) if prefix else name] = tensor
+    return tensors
+
+
+def export(work: Path, folder: Path) -> None:
+    """Write the checkpoint of everything trained under `work` to `folder`, which is replaced.
+
+    Encoders that were not trained are left as zeros. Raises ValueError where a trained tensor has no place or the
+    wrong shape, or does not fit the stored type.
+    """
+    tokenizer = build_tokenizer()
+    raw = tiny_config(tokenizer)
+    trained = trained_tensors(work)
+    thinker = raw["thinker_config"]["text_config"]
+    trained["thinker.model.language_model.embed_tokens.weight"] = text_embedding(
+        thinker["vocab_size"], thinker["hidden_size"]
+    )
+    stored: dict[str, Tensor] = {}
+    for name, place in meta_model(raw).state_dict().items():
+        tensor = trained.pop(name, None)
+        if tensor is None:
+            if not name.startswith(
+                ("thinker.model.audio_tower.", "thinker.model.visual.", "talker.hidden_projection.")
+            ):
+                raise ValueError(f"no stage has trained {name}")
+            tensor = torch.zeros(place.shape)
+        if tensor.shape != place.shape:
+            raise ValueError(f"{name} was trained as {list(tensor.shape)}, config.json asks for {list(place.shape)}")
+        if not bool((tensor.abs() < _HEAD_ROOM).all()):
+            raise ValueError(f"{name} holds values that {STORED} does not")
+        for part, value in split(published_name(name), tensor.to(STORED), "per_expert"):
+            stored[part] = value.contiguous()
+    if trained:
+        raise ValueError(f"the checkpoint has no place for {', '.join(sorted(trained)[:5])}")
+    staging = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    _write_json(staging / "config.json", raw)
+    _write_json(staging / "generation_config.json", _generation(tokenizer))
+    write_tokenizer(tokenizer, staging)
+    save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
+    shutil.rmtree(folder, ignore_errors=True)
+    staging.rename(folder)
+
+
+def _generation(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "eos_token_id": [token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")],
+        "pad_token_id": token_id(tokenizer, "<|endoftext|>"),
+        "talker_max_new_tokens": 1024,
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    export(arguments.work, arguments.out)
+    size = sum(path.stat().st_size for path in arguments.out.iterdir())
+    print(f"{arguments.out}: {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Train the Talker and its code predictor on the teacher's frames, teacher forced. Resumable by step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from training.checkpoints import load_state, save_state, seed_step
+from training.code_bank import CodeBank, build_bank
+from training.domain import Sample, draw, samples, styled
+from training.log import TrainingLog
+from training.parts import build_talker, text_embedding
+from training.rows import NO_CODE, SpeechExample, chat, speech_example
+from training.schedule import cosine, pooled_batch
+from training.tiny_config import SPEAKERS, tiny_config
+from training.tokenizer import build_tokenizer
+from triptych.models.qwen3_omni.config import OmniConfig, parse_config
+
+BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
+PREDICTED_FRAMES = 256  # frames of a batch whose residual codes are learnt in a step
+SPOILT_ANSWERS, SPOILT_FRAMES = 0.5, 0.15  # of the frames read back, so that the text is what leads
+STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
+
+
+class SpokenExamples:
+    """Examples of a split: a conversation, one of the voices, and the frames of the answer."""
+
+    def __init__(self, bank: CodeBank, tokenizer: Tokenizer, config: OmniConfig) -> None:
+        self.bank, self.tokenizer, self.config = bank, tokenizer, config
+
+    def draw(self, rng: np.random.Generator) -> SpeechExample:
+        source = random.Random(int(rng.integers(2**62)))
+        sample = draw(source, "train")
+        answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
+        if source.random() < STRAY_PROMPTS:
+            sample = draw(source, "train")
+        return self.example(sample, answer, source.choice(list(SPEAKERS)), source)
+
+    def example(self, sample: Sample, answer: str, speaker: str, rng: random.Random) -> SpeechExample:
+        prompt = chat(self.tokenizer, sample.history, styled(rng, sample.question))
+        frames = self.bank.frames(answer, SPEAKERS[speaker])
+        return speech_example(prompt, self.tokenizer.encode(answer).ids, frames.tolist(), speaker, self.config)
+
+
+class TalkerTrainee(nn.Module):
+    """The Talker with the losses of its two parts."""
+
+    embedding: Tensor
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__()
+        self.talker = build_talker(raw)
+        config = raw["thinker_config"]["text_config"]
+        self.register_buffer("embedding", text_embedding(config["vocab_size"], config["hidden_size"]), persistent=False)
+        self.groups: int = raw["talker_config"]["num_code_groups"]
+        self.end: int = raw["talker_config"]["codec_eos_token_id"]
+
+    def embed(self, text_ids: Tensor, codes: Tensor) -> Tensor:
+        """text_ids [B, R], codes [B, R, groups], NO_CODE where there is none -> input rows [B, R, hidden]."""
+        rows: Tensor = self.talker.text_projection(F.embedding(text_ids, self.embedding))
+        tables = [self.talker.model.codec_embedding, *self.talker.code_predictor.model.codec_embedding]
+        for index, table in enumerate(tables):
+            code = codes[..., index]
+            rows = rows + table(code.clamp(min=0)) * (code != NO_CODE).unsqueeze(-1)
+        return rows
+
+    def residual_logits(self, hidden: Tensor, frames: Tensor) -> Tensor:
+        """Hidden states [N, hidden] and their frames [N, groups] -> logits [N, groups - 1, codebook]."""
+        predictor = self.talker.code_predictor
+        inputs = [hidden, self.talker.model.codec_embedding(frames[:, 0])]
+        inputs += [table(frames[:, index + 1]) for index, table in enumerate(predictor.model.codec_embedding[:-1])]
+        states = predictor.model(inputs_embeds=torch.stack(inputs, 1), use_cache=False).last_hidden_state
+        return torch.stack([head(states[:, index + 1]) for index, head in enumerate(predictor.lm_head)], 1)
+
+    def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
+        """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
+        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
+        hidden = states.last_hidden_state[batch.rows, batch.columns]  # a row per frame, and one per end
+        logits = self.talker.codec_head(hidden)
+        speaking = torch.nonzero(batch.targets[:, 0] != self.end).flatten()
+        if predicted is not None and len(speaking) > predicted:
+            speaking = speaking[torch.randperm(len(speaking))[:predicted]]
+        frames = batch.targets[speaking]
+        residual = self.residual_logits(hidden[speaking], frames)
+        wanted = frames[:, 1:]
+        right = residual.argmax(-1) == wanted
+        return {
+            "first": F.cross_entropy(logits, batch.targets[:, 0]),
+            "residual": F.cross_entropy(residual.flatten(0, 1), wanted.flatten()),
+            "first_right": (logits.argmax(-1) == batch.targets[:, 0]).float().mean(),
+            "second_right": right[:, 0].float().mean(),
+            "residual_right": right.float().mean(),
+        }
+
+
+class Batch:
+    """Examples padded on the right: text_ids [B, R], codes [B, R, groups]; where the M targets [M, groups] are."""
+
+    def __init__(self, examples: Sequence[SpeechExample], end: int, pad: int) -> None:
+        longest = max(len(example.text_ids) for example in examples)
+        groups = len(examples[0].codes[0])
+        self.text_ids = torch.full((len(examples), longest), pad)
+        self.codes = torch.full((len(examples), longest, groups), NO_CODE)
+        rows, columns, targets = [], [], []
+        for index, example in enumerate(examples):
+            self.text_ids[index, : len(example.text_ids)] = torch.tensor(example.text_ids)
+            self.codes[index, : len(example.codes)] = torch.tensor(example.codes)
+            for offset, frame in enumerate([*example.frames, [end] * groups]):
+                rows.append(index)
+                columns.append(example.first + offset)
+                targets.append(frame)
+        self.rows, self.columns, self.targets = torch.tensor(rows), torch.tensor(columns), torch.tensor(targets)
+
+    def spoil(self, codebook: int) -> None:
+        """Replace some frames that are read back by random ones, in some answers. The targets stay."""
+        answers = torch.rand(len(self.codes), 1) < SPOILT_ANSWERS
+        frames = (self.codes[..., -1] != NO_CODE) & answers & (torch.rand(self.codes.shape[:2]) < SPOILT_FRAMES)
+        self.codes = torch.where(frames.unsqueeze(-1), torch.randint_like(self.codes, codebook), self.codes)
+
+
+@torch.no_grad()
+def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: int = 128) -> dict[str, float]:
+    """Mean losses and accuracies over held-out answers, half of them in each voice."""
+    trainee.eval()
+    rng = random.Random(0)
+    held_out = [sample for sample in samples(4 * count, "held_out") if sample.answer in examples.bank][:count]
+    totals: dict[str, float] = {}
+    size = 16
+    chosen = [
+        examples.example(sample, sample.answer, list(SPEAKERS)[index % len(SPEAKERS)], rng)
+        for index, sample in enumerate(held_out)
+    ]
+    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
+    for part in batches:
+        for name, value in trainee(Batch(part, trainee.end, pad)).items():
+            totals[name] = totals.get(name, 0.0) + value.item() / len(batches)
+    trainee.train()
+    return {name: round(value, 4) for name, value in totals.items()}
+
+
+def train(work: Path, steps: int, *, count: int | None = None) -> None:
+    """Train to step `steps`, from the last saved step on."""
+    folder = work / "talker"
+    tokenizer = build_tokenizer()
+    raw = tiny_config(tokenizer)
+    config = parse_config(raw)
+    examples = SpokenExamples(build_bank(work, "train", count), tokenizer, config)
+    held_out = SpokenExamples(build_bank(work, "held_out"), tokenizer, config)
+    pad, codebook = config.tts_pad_token_id, raw["code2wav_config"]["codebook_size"]
+    torch.manual_seed(SEED)
+    trainee = TalkerTrainee(raw).train()
+    parameters = list(trainee.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.02)
+    step = 0
+    if state := load_state(folder / "state.pt"):
+        trainee.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = int(state["step"])
+    log = TrainingLog(folder / "log.jsonl", every=20)
+    while step < steps:
+        started = time.monotonic()
+        seed_step(SEED, step)
+        for group in optimizer.param_groups:
+            group["lr"] = cosine(step, steps, PEAK_RATE, warm_up=200)
+        batch = Batch(pooled_batch(step, SEED, BATCH, examples.draw, lambda row: len(row.text_ids)), trainee.end, pad)
+        batch.spoil(codebook)
+        values = trainee(batch, PREDICTED_FRAMES)
+        optimizer.zero_grad()
+        (values["first"] + values["residual"]).backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        step += 1
+        means = {name: value.item() for name, value in values.items()}
+        log.add(step, **means, gradient=norm.item(), seconds=time.monotonic() - started)
+        if step % 200 == 0 or step == steps:
+            save_state(
+                folder / "state.pt", {"step": step, "model": trainee.state_dict(), "optimizer": optimizer.state_dict()}
+            )
+        if step % 1000 == 0 or step == steps:
+            report = {"step": step, **evaluate(trainee, held_out, pad)}
+            with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(report) + "\n")
+            print(json.dumps(report), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--sentences", type=int, help="of the training bank; the default is all")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train(arguments.work, arguments.steps, count=arguments.sentences)
+
+
+if __name__ == "__main__":
+    main()
