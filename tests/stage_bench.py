@@ -40,6 +40,7 @@ class MemoryEdge:
         self.seq: dict[str, int] = defaultdict(int)
         self.unread: dict[str, int] = defaultdict(int)
         self.refused: set[str] = set()
+        self.closed: set[str] = set()
 
     def open(self, request_id: str) -> None:
         pass
@@ -67,7 +68,7 @@ class MemoryEdge:
         self.unread[handoff.request_id] -= 1
 
     def close(self, request_id: str) -> None:
-        pass
+        self.closed.add(request_id)
 
 
 @dataclass
@@ -103,7 +104,7 @@ class Bench:
         self.config: OmniConfig = load_config(model)
         self.replies: dict[str, Reply] = defaultdict(Reply)
         self.codes: dict[str, list[NDArray[np.int32]]] = defaultdict(list)
-        text_edge, self.code_edge = MemoryEdge("thinker", window), MemoryEdge("talker", window)
+        self.text_edge, self.code_edge = MemoryEdge("thinker", window), MemoryEdge("talker", window)
         common = {"max_model_len": 1024, "devices": "cpu", "dtype": "float32", "kv_cache_bytes": 1 << 24, **stage}
         kinds: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
         configs = {
@@ -122,8 +123,8 @@ class Bench:
                 deploy=deploy,
                 model=str(model),
                 outbox=self,
-                senders={"thinker": {"talker": text_edge}, "talker": {"code2wav": self.code_edge}}.get(kind, {}),
-                receivers={"talker": {"thinker": text_edge}, "code2wav": {"talker": self.code_edge}}.get(kind, {}),
+                senders={"thinker": {"talker": self.text_edge}, "talker": {"code2wav": self.code_edge}}.get(kind, {}),
+                receivers={"talker": {"thinker": self.text_edge}, "code2wav": {"talker": self.code_edge}}.get(kind, {}),
                 progress=lambda done, total: None,
             )
 

@@ -166,3 +166,13 @@ def test_an_answer_without_text_has_no_audio(tiny: Path) -> None:
     reply = bench.replies["mute"]
     assert (reply.text, reply.text_reason, reply.frames, reply.done) == ("", "stop", 0, True)
     assert reply.audio.size == 0
+
+
+def test_aborting_a_refused_request_closes_its_edges(tiny: Path) -> None:
+    """Its text may be on the way when the Talker refuses it."""
+    bench = Bench(tiny, talker={"max_model_len": 16})
+    bench.submit("long", bench.prompt(*range(40, 80)), talker=SAMPLED)
+    assert bench.replies["long"].failure is not None
+    for stage in bench.stages:
+        stage.abort("long")
+    assert "long" in bench.text_edge.closed and "long" in bench.code_edge.closed

@@ -62,10 +62,12 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
             sample_rows.append(at - 1)
     if sample_rows:
         sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows), tile) - len(sample_rows))
-    table, mask = _decode_table(decodes, block_size)
+    # Without prefills the padding decodes too: one call then covers every row.
+    num_decodes = len(decodes) if pieces else count
+    table, mask = _decode_table(decodes, num_decodes, block_size)
     metadata = PagedMetadata(
         slots=torch.from_numpy(slots).to(device),
-        num_decodes=len(decodes),
+        num_decodes=num_decodes,
         decode_blocks=torch.from_numpy(table).to(device),
         decode_mask=torch.from_numpy(mask).to(device),
         pieces=tuple(pieces),
@@ -86,10 +88,12 @@ def _is_decode(row: ScheduledRow) -> bool:
     return row.num_tokens == 1 and (single_from is None or row.start >= single_from)
 
 
-def _decode_table(decodes: list[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
-    lengths = np.fromiter((row.start + 1 for row in decodes), dtype=np.int64, count=len(decodes))
-    width = int(-(-lengths.max() // block_size)) if decodes else 0
-    table = np.zeros((len(decodes), width), dtype=np.int64)
+def _decode_table(decodes: list[ScheduledRow], rows: int, block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
+    """Blocks and visible positions of `rows` decode rows; those past the batch's own look at one trash position."""
+    lengths = np.ones(rows, dtype=np.int64)
+    lengths[: len(decodes)] = [row.start + 1 for row in decodes]
+    width = int(-(-lengths.max() // block_size)) if rows else 0
+    table = np.zeros((rows, width), dtype=np.int64)
     for index, row in enumerate(decodes):
         used = row.request.block_ids[: -(-(row.start + 1) // block_size)]
         table[index, : len(used)] = used

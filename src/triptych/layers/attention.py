@@ -34,8 +34,9 @@ class PrefillPiece:
 class PagedMetadata:
     """Where this step's keys and values go, and what each row may look at.
 
-    `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). `num_decodes` leading rows are
-    decode rows with `decode_blocks` [num_decodes * blocks_per_row] and `decode_mask` [num_decodes, 1, 1, L].
+    `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). The first `num_decodes` rows, all
+    N where there are no `pieces`, are decode rows with `decode_blocks` [num_decodes * blocks_per_row] and `decode_mask`
+    [num_decodes, 1, 1, L].
     """
 
     slots: Tensor
@@ -56,15 +57,14 @@ class PagedAttention:
         meta = self.metadata
         rows = self.cache.view(-1, *self.cache.shape[2:])
         rows.index_copy_(0, meta.slots, torch.cat((k, v), dim=1))
-        out = torch.zeros_like(q) if q.shape[0] > self._computed_rows() else torch.empty_like(q)
+        if not meta.pieces:
+            return self._decode(q)
+        out = torch.zeros_like(q)  # padded rows stay zero
         if meta.num_decodes:
             out[: meta.num_decodes] = self._decode(q[: meta.num_decodes])
         for piece in meta.pieces:
             out[piece.start : piece.end] = self._prefill(q[piece.start : piece.end], piece)
         return out
-
-    def _computed_rows(self) -> int:
-        return self.metadata.pieces[-1].end if self.metadata.pieces else self.metadata.num_decodes
 
     def _decode(self, q: Tensor) -> Tensor:
         batch, heads, dim = q.shape

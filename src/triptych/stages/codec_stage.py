@@ -128,6 +128,8 @@ class CodecStage:
     def abort(self, request_id: str) -> None:
         if request_id in self._streams:
             self._free(self._streams[request_id])
+        else:  # frames of a request that was refused may be on their way
+            self._receiver.close(request_id)
 
     def poll_inputs(self) -> None:
         for item in self._receiver.receive():

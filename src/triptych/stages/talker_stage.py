@@ -115,6 +115,7 @@ class TalkerStage:
         rows = self.requests.pop(request_id, None)
         if rows is not None:
             self._release(rows, FinishReason.ABORT)
+        self.receiver.close(request_id)  # also of a request that was refused: its text may be on the way
         self.handoffs.close(request_id)
 
     def poll_inputs(self) -> None:
