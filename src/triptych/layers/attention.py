@@ -34,9 +34,9 @@ class PrefillPiece:
 class PagedMetadata:
     """Where this step's keys and values go, and what each row may look at.
 
-    `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). The first `num_decodes` rows, all
-    N where there are no `pieces`, are decode rows with `decode_blocks` [num_decodes * blocks_per_row] and `decode_mask`
-    [num_decodes, 1, 1, L].
+    `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). The first `num_decodes` rows are
+    decode rows (all N where there are no `pieces`) with `decode_blocks` [num_decodes * blocks_per_row] and
+    `decode_mask` [num_decodes, 1, 1, L].
     """
 
     slots: Tensor
