@@ -74,7 +74,9 @@ def export(work: Path, folder: Path) -> None:
     _write_json(staging / "config.json", raw)
     _write_json(staging / "generation_config.json", _generation(tokenizer))
     write_tokenizer(tokenizer, staging)
+    _write_json(staging / "preprocessor_config.json", preprocessor_config())
     save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors writes for the owner alone
     shutil.rmtree(folder, ignore_errors=True)
     staging.rename(folder)
 
@@ -84,6 +86,33 @@ def _generation(tokenizer: Any) -> dict[str, Any]:
         "eos_token_id": [token_id(tokenizer, "<|im_end|>"), token_id(tokenizer, "<|endoftext|>")],
         "pad_token_id": token_id(tokenizer, "<|endoftext|>"),
         "talker_max_new_tokens": 1024,
+    }
+
+
+def preprocessor_config() -> dict[str, Any]:
+    """The settings of the image processor and the feature extractor. Pictures stay small, as in training."""
+    return {
+        "processor_class": "Qwen3OmniMoeProcessor",
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 128,
+        "sampling_rate": 16_000,
+        "hop_length": 160,
+        "n_fft": 400,
+        "chunk_length": 30,
+        "n_samples": 480_000,
+        "nb_max_frames": 3000,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "dither": 0.0,
+        "return_attention_mask": True,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "min_pixels": 3136,
+        "max_pixels": 50_176,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
     }
 
 
