@@ -17,11 +17,10 @@ from triptych.connectors.wire import AudioOutput, Failed, Grant, StageStats, Sub
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import load_config
-from triptych.models.weights import load_weights
 from triptych.stages.cadence import Cadence
 from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
-from triptych.stages.loading import stage_device, stage_dtype
+from triptych.stages.loading import load_model, stage_device, stage_dtype
 from triptych.streaming.state import StreamState
 
 logger = logging.getLogger(__name__)
@@ -82,17 +81,8 @@ class CodecStage:
             # Few channels and long sequences: on CPU half precision costs quality here and saves no time.
             logger.info("code2wav computes in float32 on CPU, not in %s", dtype)
             dtype = torch.float32
-        with torch.device("meta"):
-            model = Code2Wav(config.code2wav)
-        load_weights(
-            model,
-            model.placements,
-            context.model,
-            prefixes=model.prefixes,
-            dtype=dtype,
-            device=device,
-            progress=context.progress,
-        )
+        vocoder = config.code2wav
+        model = load_model(context, lambda: Code2Wav(vocoder), device, dtype)
         model.prepare()
         name = context.config.input_connectors.get("talker")
         extra = context.deploy.connectors[name].extra if name is not None else ConnectorExtra()

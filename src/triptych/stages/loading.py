@@ -1,4 +1,4 @@
-"""Loading shared by the two autoregressive stages: device, dtype, weights, cache, scheduler, runner."""
+"""What the two autoregressive stages share: device, dtype, weights, cache and scheduler at the start, then counters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from triptych.config.schema import StageConfig
+from triptych.config.schema import StageConfig, StageKind
+from triptych.connectors.wire import StageStats
+from triptych.engine.engine import Engine
 from triptych.engine.inputs import PREFILL_CELL
 from triptych.engine.kv_cache import KVCache, block_bytes, num_blocks
 from triptych.engine.scheduler import Scheduler
@@ -27,13 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Loadable(Protocol):
-    """A model that is built on the meta device, filled from `placements`, then prepared."""
+    """A model that is built on the meta device and filled from `placements`."""
 
     prefixes: tuple[str, ...]
 
     def placements(self, layout: Layout) -> Iterable[Placement]: ...
-
-    def prepare(self, *, row_tile: int) -> None: ...
 
 
 M = TypeVar("M", bound=Loadable)
@@ -72,13 +72,12 @@ def stage_dtype(config: StageConfig, checkpoint: OmniConfig) -> torch.dtype:
     return dtype
 
 
-def load_model(context: StageContext, checkpoint: OmniConfig, build: Callable[[], M]) -> M:
-    """Build a model without memory, stream its weights in, prepare it."""
+def load_model(context: StageContext, build: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
+    """Build a model without memory and stream its weights in; the caller prepares it."""
     started = time.monotonic()
     with torch.device("meta"):
         model = build()
     assert isinstance(model, nn.Module)
-    device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
     load_weights(
         model,
         model.placements,
@@ -88,9 +87,13 @@ def load_model(context: StageContext, checkpoint: OmniConfig, build: Callable[[]
         device=device,
         progress=context.progress,
     )
-    model.prepare(row_tile=ROW_TILE if context.config.batch_invariant else 1)
     logger.info("%s: weights on %s as %s in %.2f s", context.config.stage, device, dtype, time.monotonic() - started)
     return model
+
+
+def row_tile(config: StageConfig) -> int:
+    """How many rows a batch is padded to multiples of."""
+    return ROW_TILE if config.batch_invariant else 1
 
 
 def set_up_decoder(
@@ -128,3 +131,20 @@ def set_up_decoder(
     )
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)
     return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
+
+
+def engine_stats(kind: StageKind, engine: Engine, tokens: int) -> StageStats:
+    """What an autoregressive stage tells of itself; `tokens` is what it has drawn."""
+    scheduler = engine.scheduler
+    return StageStats(
+        stage=kind,
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        parked=scheduler.num_parked,
+        steps=engine.num_steps,
+        step_seconds=engine.step_seconds,
+        tokens=tokens,
+        kv_blocks_used=scheduler.pool.num_used,
+        kv_blocks_total=scheduler.pool.num_usable,
+        preemptions=scheduler.num_preemptions,
+    )

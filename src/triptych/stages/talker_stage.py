@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from typing import Self
 
@@ -18,6 +17,7 @@ from triptych.connectors.contract import Receiver
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
 from triptych.engine.draw import draw_top
+from triptych.engine.engine import Engine
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
 from triptych.engine.request import FinishReason
@@ -27,7 +27,15 @@ from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
-from triptych.stages.loading import DecoderSetup, load_model, set_up_decoder, stage_device, stage_dtype
+from triptych.stages.loading import (
+    DecoderSetup,
+    engine_stats,
+    load_model,
+    row_tile,
+    set_up_decoder,
+    stage_device,
+    stage_dtype,
+)
 from triptych.stages.speech_rows import SpeechRows
 
 logger = logging.getLogger(__name__)
@@ -55,23 +63,25 @@ class TalkerStage:
         self.outbox, self.receiver, self.handoffs = outbox, receiver, handoffs
         self.batch_invariant, self.device = batch_invariant, setup.device
         self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
-        self.runner = ModelRunner(
+        runner = ModelRunner(
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
         )
+        self.engine = Engine(setup.scheduler, runner)
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
             num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
         )
         self.residual_uniforms = UniformBlocks(slots, [residual(index) for index in range(1, model.num_code_groups)])
         self.requests: dict[str, SpeechRows] = {}
-        self.steps, self.step_seconds, self.frames, self.runaways = 0, 0.0, 0, 0
+        self.frames, self.runaways = 0, 0
 
     @classmethod
     def load(cls, context: StageContext) -> Self:
         """Load the Talker of `context.model`. Raises CheckpointError or ConfigError."""
         checkpoint = load_config(context.model)
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
-        model = load_model(context, checkpoint, lambda: Talker(checkpoint))
+        model = load_model(context, lambda: Talker(checkpoint), device, dtype)
+        model.prepare(row_tile=row_tile(context.config))
         return cls(
             model=model,
             config=checkpoint,
@@ -135,34 +145,13 @@ class TalkerStage:
             self.scheduler.unpark(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.engine.has_work()
 
-    @torch.inference_mode()
     def step(self) -> None:
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return
-        sampling, hidden = self.runner.execute(batch)
-        self.scheduler.update(batch)
-        if hidden is not None:
-            self._draw_frames(sampling, hidden)
-        self.steps += 1
-        self.step_seconds += time.perf_counter() - started
+        self.engine.step(self._draw_frames)
 
     def stats(self) -> StageStats:
-        return StageStats(
-            stage=self.kind,
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            parked=self.scheduler.num_parked,
-            steps=self.steps,
-            step_seconds=self.step_seconds,
-            tokens=self.frames,
-            kv_blocks_used=self.scheduler.pool.num_used,
-            kv_blocks_total=self.scheduler.config.num_blocks - 1,
-            preemptions=self.scheduler.num_preemptions,
-        )
+        return engine_stats(self.kind, self.engine, self.frames)
 
     def close(self) -> None:
         for request_id in list(self.requests):

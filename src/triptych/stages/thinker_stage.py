@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -15,6 +14,7 @@ from triptych.config.schema import StageKind
 from triptych.connectors.wire import Failed, Grant, StageStats, SubmitText, TextOutput, TokenLogprob
 from triptych.engine.batch import ScheduledRow
 from triptych.engine.detokenizer import Detokenizer
+from triptych.engine.engine import Engine
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import TEXT
 from triptych.engine.request import EngineRequest, FinishReason
@@ -25,7 +25,15 @@ from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.thinker import Thinker
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
-from triptych.stages.loading import DecoderSetup, load_model, set_up_decoder, stage_device, stage_dtype
+from triptych.stages.loading import (
+    DecoderSetup,
+    engine_stats,
+    load_model,
+    row_tile,
+    set_up_decoder,
+    stage_device,
+    stage_dtype,
+)
 
 
 @dataclass(slots=True)
@@ -62,21 +70,23 @@ class ThinkerStage:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.outbox, self.handoffs, self.batch_invariant = outbox, handoffs, batch_invariant
         self.device = setup.device
-        self.runner = ModelRunner(
+        runner = ModelRunner(
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
         )
+        self.engine = Engine(setup.scheduler, runner)
         self.sampler = Sampler(
             num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device
         )
         self.requests: dict[str, _TextRequest] = {}
-        self.steps, self.step_seconds, self.tokens = 0, 0.0, 0
+        self.tokens = 0
 
     @classmethod
     def load(cls, context: StageContext) -> Self:
         """Load the Thinker of `context.model`. Raises CheckpointError or ConfigError."""
         checkpoint = load_config(context.model)
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
-        model = load_model(context, checkpoint, lambda: Thinker(checkpoint))
+        model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
+        model.prepare(row_tile=row_tile(context.config))
         sender = context.senders.get("talker")
         return cls(
             model=model,
@@ -140,35 +150,13 @@ class ThinkerStage:
                 self.scheduler.unpark(request_id)
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return self.engine.has_work()
 
-    @torch.inference_mode()
     def step(self) -> None:
-        started = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch is None:
-            return
-        sampling, hidden = self.runner.execute(batch)
-        self.scheduler.update(batch)
-        if hidden is not None:
-            self._sample(sampling, hidden)
-        self.steps += 1
-        self.step_seconds += time.perf_counter() - started
+        self.engine.step(self._sample)
 
     def stats(self) -> StageStats:
-        pool = self.scheduler.pool
-        return StageStats(
-            stage=self.kind,
-            running=self.scheduler.num_running,
-            waiting=self.scheduler.num_waiting,
-            parked=self.scheduler.num_parked,
-            steps=self.steps,
-            step_seconds=self.step_seconds,
-            tokens=self.tokens,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_total=self.scheduler.config.num_blocks - 1,
-            preemptions=self.scheduler.num_preemptions,
-        )
+        return engine_stats(self.kind, self.engine, self.tokens)
 
     def close(self) -> None:
         for request_id in list(self.requests):

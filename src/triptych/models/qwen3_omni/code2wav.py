@@ -34,7 +34,7 @@ class Code2Wav(nn.Module):
     width must halve once per upsampling rate.
     """
 
-    prefixes = ("code2wav.",)
+    prefixes: tuple[str, ...] = ("code2wav.",)
     code_offset: Tensor
     inverse_frequencies: Tensor
 
