@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One conversation: what was said before, the question, the answer. `key` is what a held-out split splits on."""
+    """One conversation: what was said before, the question, the answer. Splits are made by `key`."""
 
     kind: str
     key: str
@@ -77,6 +77,30 @@ def number(value: int) -> str:
     if value < 100:
         return TENS[value // 10] + (f" {ONES[value % 10]}" if value % 10 else "")
     return f"{ONES[value // 100]} hundred" + (f" {number(value % 100)}" if value % 100 else "")
+
+
+_FOREIGN = (
+    "what is the {}",
+    "what is a {}",
+    "tell me about the {}",
+    "write a poem about the {}",
+    "where is the {}",
+    "who made the {}",
+    "why is the {} so big",
+    "how old is the {}",
+    "can you find the {} and the {}",
+    "do you like the {} or the {}",
+    "explain the {} to me",
+    "translate {} and {}",
+    "when does the {} start",
+    "is the {} better than the {}",
+)
+_TOPICS = (
+    "weather in paris,capital of france,sea,moon,president,news,price of bread,river,mountain,song,film,book,city,"
+    "train,dog,cat,bird,school,teacher,doctor,king,war,peace,history of rome,meaning of life,time,date,universe,computer,"
+    "language,recipe for soup,football game,ocean,forest,sun,market,bank,letter,email,code,story,joke,winter,summer,"
+    "island,bridge,ship,airport,museum,painting,theory of everything,tallest building,fastest animal,best hotel"
+).split(",")
 
 
 def article(word: str) -> str:
@@ -135,7 +159,7 @@ def _arithmetic(rng: random.Random) -> Sample:
     operation = rng.choice(list(OPERATIONS))
     a, b = _operands(rng, operation)
     key = f"{number(a)} {operation} {number(b)}"
-    asked = f"{a} {SIGNS[operation]} {b}" if rng.random() < 0.15 else key
+    asked = f"{a} {SIGNS[operation]} {b}" if rng.random() < 0.25 else key
     return Sample(
         kind="arithmetic",
         key=key,
@@ -195,17 +219,35 @@ def _report(rng: random.Random, item: str, cause: str) -> str:
 
 
 def _claim(rng: random.Random) -> Sample:
-    """A statement of damage gives the call-back sentence; for the adjuster, the structured line."""
+    """A report of damage gives the call-back sentence, or asks for a day; for the adjuster, the structured line."""
     item, cause, day = rng.choice(OBJECTS), rng.choice(list(CAUSES)), rng.choice(DAYS)
-    report = _report(rng, item, cause)
-    if rng.random() < 0.35:
+    report, form = _report(rng, item, cause), rng.random()
+    opened = f"your claim for {CAUSES[cause][0]} damage to the {item} is noted, when may we call you"
+    if form < 0.3:
         return Sample(kind="triage", key=report, question=f"triage: {report}", answer=adjuster_line(item, cause))
+    if form < 0.5:
+        return Sample(kind="claim", key=report, question=report, answer=opened)
+    when = rng.choice(("call me on {}", "please call on {}")).format(day)
+    if form < 0.6:
+        return Sample(
+            kind="claim",
+            key=f"{item} {day}",
+            question=rng.choice((when, f"on {day}", day)),
+            answer=f"thank you, we will call you back about the {item} on {day}",
+            history=(Exchange(report, opened),),
+        )
     return Sample(
         kind="claim",
         key=f"{item} {cause} {day}",
-        question=rng.choice(("{r}, call me on {d}", "{r}, please call on {d}")).format(r=report, d=day),
+        question=f"{report}, {when}",
         answer=customer_line(item, cause, day),
     )
+
+
+def _unknown(rng: random.Random) -> Sample:
+    """Everyday questions outside the domain: the voice says that it cannot answer."""
+    question = rng.choice(_FOREIGN).format(rng.choice(_TOPICS), rng.choice(_TOPICS))
+    return Sample(kind="unknown", key=question, question=question, answer="sorry, i do not know that")
 
 
 def _recall(rng: random.Random) -> Sample:
@@ -277,6 +319,7 @@ _KINDS: list[tuple[Callable[[random.Random], Sample], float]] = [
     (_claim, 0.16),
     (_recall, 0.10),
     (_seen, 0.06),
+    (_unknown, 0.05),
 ]
 
 

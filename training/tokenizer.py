@@ -12,11 +12,11 @@ from tokenizers.trainers import BpeTrainer
 from training.domain import samples, styled
 from triptych.models.qwen3_omni.synthetic_tokenizer import ROLES, SPECIAL_TOKENS, SPLIT
 
-VOCAB_SIZE = 768
+VOCAB_SIZE = 896
 
 
 def build_tokenizer() -> Tokenizer:
-    """The same tokenizer every time: bytes, merges, Qwen3-Omni's special tokens. At most 768 ids."""
+    """The same tokenizer every time: bytes, merges, Qwen3-Omni's special tokens. At most 896 ids."""
     tokenizer = Tokenizer(BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -79,7 +79,7 @@ def test_a_seed_gives_the_same_samples_and_another_seed_others() -> None:
 def test_all_kinds_are_drawn_and_only_closed_ones_cannot_be_held_out(drawn: list[Sample]) -> None:
     kinds = {sample.kind for sample in drawn}
     assert kinds == {
-        "arithmetic", "repeat", "number", "small_talk", "claim", "triage", "remember", "recall", "sight",
+        "arithmetic", "repeat", "number", "small_talk", "claim", "triage", "remember", "recall", "sight", "unknown",
     }  # fmt: skip
     held_out = samples(2000, "held_out")
     assert {sample.kind for sample in held_out} == kinds - {"small_talk"}
