@@ -21,10 +21,12 @@ class TriptychError(Exception):
 
 
 class ConfigError(TriptychError):
-    """A deploy file, CLI flag or override is wrong. `path` is dotted, e.g. `stages[1].max_num_seqs`."""
+    """A deploy file, CLI flag or override is wrong. `path` is dotted, e.g. `stages[1].max_num_seqs`; `reason` is the
+    message without it."""
 
     def __init__(self, message: str, path: str | None = None) -> None:
         super().__init__(f"{path}: {message}" if path else message)
+        self.reason = message
         self.path = path
 
 

@@ -81,23 +81,23 @@ def test_the_defaults_that_users_know_are_those_of_the_30b_profile() -> None:
 
 def test_precedence_default_base_file_platform_flag_override(tmp_path: Path) -> None:
     base = (
-        "base_config: tiny_cpu\nmax_queued_requests: 1\nrequest_timeout_s: 1.0\nheartbeat_timeout_s: 1.0\n"
+        "base_config: tiny_cpu\nmax_queued_requests: 1\nrequest_timeout_s: 1.0\nheartbeat_timeout_s: 11.0\n"
         "stage_init_timeout_s: 1.0\nstages:\n  - {stage_id: 1, max_num_seqs: 1}\n"
     )
     write(tmp_path, "base.yaml", base)
     path = write(
         tmp_path,
         "file.yaml",
-        "base_config: base.yaml\nrequest_timeout_s: 2.0\nheartbeat_timeout_s: 2.0\nstage_init_timeout_s: 2.0\n"
+        "base_config: base.yaml\nrequest_timeout_s: 2.0\nheartbeat_timeout_s: 12.0\nstage_init_timeout_s: 2.0\n"
         "stages:\n  - {stage_id: 1, max_num_seqs: 2}\n"
-        "platforms:\n  cpu: {heartbeat_timeout_s: 3.0, stage_init_timeout_s: 3.0}\n"
+        "platforms:\n  cpu: {heartbeat_timeout_s: 13.0, stage_init_timeout_s: 3.0}\n"
         "  cuda: {heartbeat_timeout_s: 9.0}\n",
     )
     deploy = load(path, flags={"stage_init_timeout_s": 4.0, "async_chunk": None}, stages={1: {"max_num_seqs": 5}})
     assert deploy.max_stage_restarts == 5  # schema default
     assert deploy.max_queued_requests == 1  # base
     assert deploy.request_timeout_s == 2.0  # file over base
-    assert deploy.heartbeat_timeout_s == 3.0  # platform block over file
+    assert deploy.heartbeat_timeout_s == 13.0  # platform block over file
     assert deploy.stage_init_timeout_s == 4.0  # flag over platform block
     assert deploy.stages[1].max_num_seqs == 5  # override over all
     assert deploy.async_chunk is True  # a flag that was not given changes nothing
@@ -156,6 +156,13 @@ def test_a_missing_file_names_the_profiles() -> None:
         ("connectors:", "connectors", "expected a mapping"),
         ("stages: [{stage_id: 1, kv_cache_bytes: 4 parsecs}]", "stages[0].kv_cache_bytes", "not a size"),
         ("base_config: 3", "base_config", "given twice"),
+        ("platforms:", "platforms", "expected a mapping"),
+        ("platforms: {1: {}}", "platforms.1", "Allowed: cpu, cuda, rocm, xpu"),
+        ("heartbeat_timeout_s: 1.0", "heartbeat_timeout_s", "1.0 is not between 2 and"),
+        ("request_timeout_s: .nan", "request_timeout_s", "nan is not a positive number of seconds"),
+        ("connectors: {shm: {extra: {window: 0}}}", "connectors.shm.extra.window", "0 is not between 1 and"),
+        ("stages: [{stage_id: 7, max_num_seqs: 1}]", "stages[3].stage", "no file says it for stage_id 7"),
+        ("stages: &a [*a]", "stages[0]", "expected a mapping"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_dotted_path(tmp_path: Path, text: str, path: str, message: str) -> None:
@@ -177,6 +184,34 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no stage: "),
+        ("base_config:", "expected a path or the name of a profile, got nothing"),
+        ("base_config: ''", "neither a file nor a profile"),
+        ("? [a, b]\n: 1", "line 1: a key must be a name"),
+        ("max_queued_requests: " + "9" * 5000, "not YAML"),
+        ("request_timeout_s: 2020-13-45", "not YAML"),
+        ("a: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("stages: [{stage_id: 0, stage: thinker}]", "stages[0].process: missing"),
+        ("base_config: ~nobody-of-that-name/x.yaml", "cannot be read"),
+        ("base_config: " + "x" * 5000, "cannot be read"),
+    ],
+)
+def test_whatever_a_file_holds_the_error_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, "odd.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
+    text = "stages:\n  - &first {stage_id: 0, max_num_seqs: 4}\n  - {<<: *first, stage_id: 1}\n"
+    deploy = load(derived(tmp_path, text))
+    assert [stage.max_num_seqs for stage in deploy.stages] == [4, 4, 64]
+
+
+@pytest.mark.parametrize(
     ("stage", "override", "path", "message"),
     [
         (1, {"num_replicas": 2, "devices": "1,2"}, "stages[1].num_replicas", "not in this version"),
@@ -184,8 +219,14 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
         (1, {"devices": "1,2"}, "stages[1].devices", "one device a stage"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),
-        (0, {"max_num_seqs": 0}, "stages[0].max_num_seqs", "0 is not positive"),
-        (0, {"max_model_len": -1}, "stages[0].max_model_len", "negative"),
+        (0, {"max_num_seqs": 0}, "stages[0].max_num_seqs", "0 is not between 1 and 4096"),
+        (0, {"max_model_len": -1}, "stages[0].max_model_len", "-1 is not between 0 and"),
+        (0, {"max_num_seqs": 10**24}, "stages[0].max_num_seqs", "is not between 1 and 4096"),
+        (0, {"threads": 100_000_000}, "stages[0].threads", "is not between 1 and 1024"),
+        (0, {"process": "../x"}, "stages[0].process", "ASCII letters, digits"),
+        (0, {"process": "--help"}, "stages[0].process", "with a letter or a digit first"),
+        (0, {"process": "x" * 65}, "stages[0].process", "up to 64"),
+        (0, {"devices": "cuda:" + "9" * 20}, "stages[0].devices", "the platform is cpu"),
         (0, {"gpu_memory_utilization": 1.5}, "stages[0].gpu_memory_utilization", "not a fraction"),
         (1, {"enable_prefix_caching": True}, "stages[1].enable_prefix_caching", "no prefix cache"),
         (1, {"input_connectors": {"thinker": "net"}}, "stages[1].input_connectors.thinker", "connectors: 'shm'"),
@@ -204,6 +245,18 @@ def test_yaml_errors_name_the_line(tmp_path: Path) -> None:
             {"default_sampling_params": {"top_p": 1.5}},
             "stages[1].default_sampling_params.top_p",
             "1.5 is not between",
+        ),
+        (
+            0,
+            {"default_sampling_params": {"temperature": "hot"}},
+            "stages[0].default_sampling_params.temperature",
+            "Expected `float`, got `str`",
+        ),
+        (
+            0,
+            {"default_sampling_params": {"logit_bias": {5: float("nan")}}},
+            "stages[0].default_sampling_params.logit_bias.5",
+            "nan is not between -100 and 100",
         ),
         (
             1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,9 +17,23 @@ from triptych.errors import ConfigError
 
 PIPELINE: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
 _SOURCES: dict[StageKind, StageKind] = {"talker": "thinker", "code2wav": "talker"}
-_DEVICE = re.compile(r"auto|cpu|cuda|(cuda:)?\d+")
+_DEVICE = re.compile(r"auto|cpu|cuda|(cuda:)?[0-9]{1,3}")
+_PROCESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a part of file names, of addresses and of a command line
 _FRACTIONS = ("gpu_memory_utilization",)
-_MAY_BE_ZERO = ("stage_id", "max_model_len", "num_kv_blocks", "extra_frames", "max_stage_restarts", "inline_bytes")
+_MOST = 2**31 - 1
+_RANGES: dict[str, tuple[float, float]] = {  # other counts: 1 to _MOST; other durations: above 0
+    "stage_id": (0, _MOST),
+    "threads": (1, 1024),
+    "max_num_seqs": (1, 4096),
+    "max_model_len": (0, _MOST),
+    "num_kv_blocks": (0, _MOST),
+    "kv_cache_bytes": (1, 2**62),
+    "extra_frames": (0, _MOST),
+    "max_queued_requests": (0, _MOST),
+    "max_stage_restarts": (0, _MOST),
+    "heartbeat_timeout_s": (2, 10**9),  # a process sends a heartbeat each second
+    "inline_bytes": (0, _MOST),
+}
 
 
 def check_shape(value: Any, kind: type[msgspec.Struct], path: str, also: Iterable[str] = ()) -> dict[str, Any]:
@@ -27,8 +42,7 @@ def check_shape(value: Any, kind: type[msgspec.Struct], path: str, also: Iterabl
     `also` names further keys that the caller has dealt with. Returns plain values with sizes such as "64 MiB" as
     numbers. Raises ConfigError with the dotted path of the first unknown name or wrong type.
     """
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"expected a mapping of names to values, got {_typename(value)}", path or None)
+    check_mapping(value, path)
     fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
     checked: dict[str, Any] = {}
     for key, item in value.items():
@@ -37,6 +51,12 @@ def check_shape(value: Any, kind: type[msgspec.Struct], path: str, also: Iterabl
             raise ConfigError(unknown(str(key), [*fields, *also]), where)
         checked[key] = _check_value(key, item, fields[key], where)
     return checked
+
+
+def check_mapping(value: Any, path: str) -> None:
+    """Raise ConfigError unless `value` is a mapping."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected a mapping of names to values, got {shown(value)}", path or None)
 
 
 def unknown(name: str, allowed: Iterable[str]) -> str:
@@ -53,15 +73,14 @@ def _check_value(key: str, value: Any, kind: Any, path: str) -> Any:
     arguments = get_args(kind)
     if get_origin(kind) is tuple and issubclass(arguments[0], msgspec.Struct):
         if not isinstance(value, list):
-            raise ConfigError(f"expected a list, got {_typename(value)}", path)
+            raise ConfigError(f"expected a list, got {shown(value)}", path)
         return [check_shape(item, arguments[0], f"{path}[{index}]") for index, item in enumerate(value)]
     if get_origin(kind) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], msgspec.Struct):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"expected a mapping of names to values, got {_typename(value)}", path)
+        check_mapping(value, path)
         return {str(name): check_shape(item, arguments[1], f"{path}.{name}") for name, item in value.items()}
     if get_origin(kind) is Literal:
         if value not in arguments:
-            raise ConfigError(f"{value!r} is not one of {', '.join(map(repr, arguments))}", path)
+            raise ConfigError(f"{reprlib.repr(value)} is not one of {', '.join(map(repr, arguments))}", path)
         return value
     if key == "devices" and type(value) is int:
         return str(value)
@@ -73,11 +92,12 @@ def _check_value(key: str, value: Any, kind: Any, path: str) -> Any:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error} ({value!r})", path) from error
+        raise ConfigError(f"{error} ({reprlib.repr(value)})", path) from error
 
 
-def _typename(value: Any) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r}"
+def shown(value: Any) -> str:
+    """A value and its type in an error; long ones are cut."""
+    return "nothing" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def check_deploy(deploy: DeployConfig) -> None:
@@ -99,7 +119,7 @@ def check_deploy(deploy: DeployConfig) -> None:
 
 
 def _check_numbers(value: msgspec.Struct, path: str) -> None:
-    """Every number of a config is a count, a size, a duration or a fraction: at least 1, above 0, or in (0, 1]."""
+    """Every number of a config is a count, a size, a duration or a fraction, and in its range."""
     for field in msgspec.structs.fields(type(value)):
         number = getattr(value, field.name)
         if isinstance(number, bool) or not isinstance(number, int | float):
@@ -108,11 +128,13 @@ def _check_numbers(value: msgspec.Struct, path: str) -> None:
         if field.name in _FRACTIONS:
             if not 0 < number <= 1:
                 raise ConfigError(f"{number} is not a fraction in (0, 1]", where)
-        elif field.name in _MAY_BE_ZERO:
-            if number < 0:
-                raise ConfigError(f"{number} is negative", where)
-        elif not 0 < number < float("inf"):
-            raise ConfigError(f"{number} is not positive", where)
+        elif field.type is float and field.name not in _RANGES:
+            if not 0 < number < float("inf"):
+                raise ConfigError(f"{number} is not a positive number of seconds", where)
+        else:
+            low, high = _RANGES.get(field.name, (1, _MOST))
+            if not low <= number <= high:
+                raise ConfigError(f"{number} is not between {low} and {high}", where)
 
 
 def _check_pipeline(stages: tuple[StageConfig, ...]) -> None:
@@ -130,8 +152,12 @@ def _check_pipeline(stages: tuple[StageConfig, ...]) -> None:
 
 def _check_stage(stage: StageConfig, path: str) -> None:
     _check_numbers(stage, path)
-    if not stage.process:
-        raise ConfigError("the name of a process is empty", f"{path}.process")
+    if _PROCESS.fullmatch(stage.process) is None:
+        raise ConfigError(
+            f"{reprlib.repr(stage.process)} is no name for a process: write up to 64 ASCII letters, digits, '.', '_' "
+            "and '-', with a letter or a digit first",
+            f"{path}.process",
+        )
     if stage.num_replicas != 1:
         raise ConfigError(
             f"{stage.num_replicas}: replicas of a stage are not in this version; write 1", f"{path}.num_replicas"

@@ -7,19 +7,19 @@ A base is read like any file (its own base, then itself, then its own platform b
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import yaml
 
-from triptych.config.check import check_deploy, check_shape, unknown
+from triptych.config.check import check_deploy, check_mapping, check_shape, shown
 from triptych.config.platform import Platform
 from triptych.config.schema import DeployConfig, StageConfig
 from triptych.errors import ConfigError
 
-PLATFORMS = ("cuda", "rocm", "xpu", "cpu")  # names a deploy file may use; this version runs on cpu and cuda
+PLATFORMS = ("cpu", "cuda", "rocm", "xpu")  # names a deploy file may use; this version runs on cpu and cuda
 PROFILE_DIR = Path(__file__).resolve().parent.parent / "deploy"
 _FILE_KEYS = ("base_config", "platforms")
 
@@ -46,15 +46,24 @@ def load_deploy(
     merged = _merge(merged, check_shape(given, DeployConfig, ""))
     for stage_id, override in stage_overrides.items():
         merged = _merge(merged, {"stages": [_override(merged, str(stage_id), override)]})
-    merged["stages"] = [
-        stage | {"devices": _device(stage.get("devices", "auto"), platform, f"stages[{index}].devices")}
-        for index, stage in enumerate(sorted(merged.get("stages", []), key=lambda stage: int(stage["stage_id"])))
-    ]
     try:
-        deploy = msgspec.convert(merged, DeployConfig)
-    except msgspec.ValidationError as error:
-        message, _, where = str(error).partition(" - at `$")
-        raise ConfigError(message, where.strip("`.") or None) from error
+        return _checked(merged, platform)
+    except ConfigError as error:
+        changed = " with flags" if given else ""
+        changed += f" {'and' if changed else 'with'} stage overrides" if stage_overrides else ""
+        raise located(error, f"{path_or_profile}{changed}") from error
+
+
+def _checked(merged: dict[str, Any], platform: Platform) -> DeployConfig:
+    """All layers together as one config. Raises ConfigError."""
+    merged["stages"] = sorted(merged.get("stages", []), key=lambda stage: int(stage["stage_id"]))
+    for index, stage in enumerate(merged["stages"]):
+        path = f"stages[{index}]"
+        for name in ("stage", "process"):
+            if name not in stage:
+                raise ConfigError(f"missing; no file says it for stage_id {stage['stage_id']}", f"{path}.{name}")
+        stage["devices"] = _device(stage.get("devices", "auto"), platform, f"{path}.devices")
+    deploy = msgspec.convert(merged, DeployConfig)
     check_deploy(deploy)
     return deploy
 
@@ -98,10 +107,13 @@ def _locate(path_or_profile: str | Path, folder: Path) -> Path:
     """A profile's name, or a path (relative to `folder`) of an existing file."""
     if str(path_or_profile) in profiles():
         return PROFILE_DIR / f"{path_or_profile}.yaml"
-    path = folder / Path(path_or_profile).expanduser()
-    if not path.is_file():
-        raise ConfigError(f"{path_or_profile} is neither a file nor a profile; profiles: {', '.join(profiles())}")
-    return path.resolve()
+    try:
+        path = folder / Path(path_or_profile).expanduser()
+        if path.is_file():
+            return path.resolve()
+    except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
+        raise ConfigError(f"{path_or_profile} cannot be read: {error}") from error
+    raise ConfigError(f"{path_or_profile!s:.200} is neither a file nor a profile; profiles: {', '.join(profiles())}")
 
 
 def _read(path: Path, platform: Platform, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -111,25 +123,25 @@ def _read(path: Path, platform: Platform, chain: tuple[Path, ...]) -> dict[str, 
     try:
         raw = _parse(path)
         merged: dict[str, Any] = {}
-        base = raw.pop("base_config", None)
+        has_base, base = "base_config" in raw, raw.pop("base_config", "")
         blocks = raw.pop("platforms", {})
         own = check_shape(raw, DeployConfig, "", also=_FILE_KEYS)
         _check_stage_ids(own, "")
-        layers = {name: _platform_block(name, block) for name, block in _mapping(blocks, "platforms").items()}
-        if base is not None:
-            if not isinstance(base, str):
-                raise ConfigError(f"expected a path or the name of a profile, got {base!r}", "base_config")
-            located = _locate(base, path.parent)
+        check_mapping(blocks, "platforms")
+        layers = {name: _platform_block(name, block) for name, block in blocks.items()}
+        if not isinstance(base, str):
+            raise ConfigError(f"expected a path or the name of a profile, got {shown(base)}", "base_config")
+        base_path = _locate(base, path.parent) if has_base else None
     except ConfigError as error:
-        raise _in_file(error, path) from error
-    if base is not None:
-        merged = _read(located, platform, (*chain, path))
+        raise located(error, path) from error
+    if base_path is not None:
+        merged = _read(base_path, platform, (*chain, path))
     return _merge(_merge(merged, own), layers.get(platform, {}))
 
 
 def _platform_block(name: str, block: Any) -> dict[str, Any]:
     if name not in PLATFORMS:
-        raise ConfigError(unknown(name, PLATFORMS), f"platforms.{name}")
+        raise ConfigError(f"{name!r} is no platform. Allowed: {', '.join(PLATFORMS)}", f"platforms.{name}")
     layer = check_shape(block, DeployConfig, f"platforms.{name}")
     _check_stage_ids(layer, f"platforms.{name}.")
     return layer
@@ -147,16 +159,9 @@ def _check_stage_ids(layer: Mapping[str, Any], prefix: str) -> None:
         seen[stage["stage_id"]] = index
 
 
-def _in_file(error: ConfigError, path: Path) -> ConfigError:
-    located = ConfigError(f"{error} (in {path})")
-    located.path = error.path
-    return located
-
-
-def _mapping(value: Any, path: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"expected a mapping of names to values, got {value!r}", path)
-    return value
+def located(error: ConfigError, where: object) -> ConfigError:
+    """The same error, naming the file it is about."""
+    return ConfigError(f"{error.reason} (in {where})", error.path)
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,25 +180,44 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice (YAML's own rule; PyYAML lets the last one win)."""
+class _Keys(Protocol):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any: ...
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
+
+def _check_keys(loader: _Keys, node: yaml.Node | None, seen: set[int]) -> None:
+    """Refuse a key given twice (YAML's own rule; PyYAML lets the last one win) and one that is no plain value."""
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    keys: set[Any] = set()
+    for item in node.value:
+        if isinstance(node, yaml.MappingNode):
+            name, item = item
+            if not isinstance(name, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key must be a name", problem_mark=name.start_mark)
+            merges = name.tag == "tag:yaml.org,2002:merge"
+            key = name.value if merges else loader.construct_object(name)
+            if key in keys:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=name.start_mark)
+            keys.add(key)
+        _check_keys(loader, item, seen)
 
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _check_keys(loader, node, set())
+        value = None if node is None else loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError(f"{line}{error.problem or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"not YAML: {error}") from error
-    return dict(_mapping({} if value is None else value, "deploy file"))
+    except (yaml.YAMLError, ValueError) as error:  # text that is not UTF-8, a date or a number that cannot be
+        raise ConfigError(f"not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError("not a deploy file: it is nested too deeply") from error
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}") from error
+    value = {} if value is None else value
+    check_mapping(value, "")
+    return dict(value)

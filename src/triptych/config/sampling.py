@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 from triptych.errors import ConfigError
 
 OF_TEXT_ALONE = ("stop", "stop_token_ids", "logprobs")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(\w*).*`")  # how msgspec ends the message of a ValidationError
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,8 +60,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ConfigError(f"{self.logprobs} is not between 0 and 20", f"{path}.logprobs")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ConfigError(f"{self.seed} does not fit 64 bits", f"{path}.seed")
+        for token_id, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise ConfigError(f"{bias} is not between -100 and 100", f"{path}.logit_bias.{token_id}")
         if any(not text for text in self.stop):
             raise ConfigError("a stop string is empty", f"{path}.stop")
+
+    def check_vocabulary(self, size: int, prefix: str = "") -> None:
+        """Raise ConfigError naming `<prefix><field>` for a token id that a vocabulary of `size` does not have."""
+        for field, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            outside = next((token_id for token_id in ids if not 0 <= token_id < size), None)
+            if outside is not None:
+                raise ConfigError(f"token id {outside} is not between 0 and {size - 1}", f"{prefix}{field}")
 
 
 def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = False) -> SamplingParams:
@@ -73,6 +85,9 @@ def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = Fals
     try:
         params = msgspec.convert(values, SamplingParams, strict=False)
     except msgspec.ValidationError as error:
+        place = _PLACE.search(str(error))
+        if place is not None and place[1]:
+            raise ConfigError(_PLACE.sub("", str(error)), f"{path}.{place[1]}") from error
         names = ", ".join(SamplingParams.__struct_fields__)
         raise ConfigError(f"{error} (allowed: {names})", path) from error
     params.check(path)

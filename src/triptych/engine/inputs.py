@@ -11,12 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.engine.scheduler_config import PREFILL_CELL as PREFILL_CELL
 from triptych.layers.attention import PagedMetadata, PrefillPiece
 from triptych.layers.linear import ROW_TILE, padded_rows
-
-# Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
-# arithmetic is then the same however the token budget cut its prompt.
-PREFILL_CELL = 64
 
 _Ints = NDArray[np.int64]
 

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from triptych.errors import ConfigError
 
+# Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
+# arithmetic is then the same however the token budget cut its prompt.
+PREFILL_CELL = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

@@ -83,7 +83,9 @@ def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig
             f"the user turns make {rows} positions for the speech stage, whose context of {context} must hold them "
             "and at least 1 frame of speech; shorten the user messages, or ask for text only"
         )
-    params = msgspec.structs.replace(request.talker, max_tokens=min(request.talker.max_tokens or left, left))
+    codec = config.code2wav.max_position_embeddings if config.code2wav is not None else left
+    most = min(request.talker.max_tokens or left, left, _context(deploy, "code2wav", codec))
+    params = msgspec.structs.replace(request.talker, max_tokens=most)
     return SubmitSpeech(request_id=request.request_id, prompt_token_ids=prompt, speaker_id=speaker_id, params=params)
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from triptych.config.load import load_deploy
+from triptych.config.load import load_deploy, located
 from triptych.config.platform import Platform, detect_platform, num_cuda_devices
 from triptych.config.resolve import resolve
 from triptych.config.schema import DeployConfig, StageKind
+from triptych.errors import ConfigError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.registry import SYNTHETIC, family, locate
+from triptych.pipeline.limits import check_limits
 
 SYNTHETIC_PROFILE = "tiny_cpu"
 
@@ -47,7 +49,11 @@ def plan(
     profile = str(deploy_config or _profile(model, model_dir, chosen))
     loaded = load_deploy(profile, platform=chosen, flags=flags or {}, stage_overrides=stage_overrides or {})
     config = load_config(model_dir)
-    deploy = resolve(loaded, contexts=_contexts(config), dtype=config.dtype, text_only=text_only)
+    try:
+        deploy = resolve(loaded, contexts=_contexts(config), dtype=config.dtype, text_only=text_only)
+        check_limits(deploy, config)
+    except ConfigError as error:
+        raise located(error, profile) from error
     return LaunchPlan(name=model, model_dir=model_dir, config=config, deploy=deploy, profile=profile)
 
 

@@ -123,11 +123,11 @@ def _params(
         raise RequestError(str(error), error.path) from error
 
 
-def _check_vocabulary(params: SamplingParams, vocab_size: int, path: str = "") -> None:
-    for field, ids in (("logit_bias", tuple(params.logit_bias)), ("stop_token_ids", params.stop_token_ids)):
-        outside = next((token_id for token_id in ids if not 0 <= token_id < vocab_size), None)
-        if outside is not None:
-            raise RequestError(f"token id {outside} is not between 0 and {vocab_size - 1}", f"{path}{field}")
+def _check_vocabulary(params: SamplingParams, vocab_size: int, prefix: str = "") -> None:
+    try:
+        params.check_vocabulary(vocab_size, prefix)
+    except ConfigError as error:
+        raise RequestError(error.reason, error.path) from error
 
 
 def _fit(params: SamplingParams, room: int) -> SamplingParams:
