@@ -96,10 +96,11 @@ _FOREIGN = (
     "is the {} better than the {}",
 )
 _TOPICS = (
-    "weather in paris,capital of france,sea,moon,president,news,price of bread,river,mountain,song,film,book,city,"
-    "train,dog,cat,school,teacher,doctor,king,war,peace,history of rome,meaning of life,time,date,universe,"
-    "computer,language,recipe for soup,football,ocean,forest,sun,market,bank,letter,email,code,story,joke,winter,summer,"
-    "island,bridge,ship,airport,museum,painting,theory of everything,tallest building,fastest animal,best hotel"
+    "weather in paris,capital of france,sea,moon,president,news,price of bread,river,mountain,song,film,book,"
+    "city,train,dog,cat,school,teacher,doctor,king,war,peace,history of rome,meaning of life,time,date,"
+    "universe,computer,language,recipe for soup,football,ocean,forest,sun,market,bank,letter,email,code,story,"
+    "joke,winter,summer,island,bridge,ship,airport,museum,painting,theory of everything,tallest building,"
+    "fastest animal,best hotel"
 ).split(",")
 
 
