@@ -43,6 +43,8 @@ from triptych.stages.outbox import SEND_HIGH_WATER_MARK, Outbox
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# A listener waits for Code2Wav, and all streams that started together need their next chunk at the same time.
+STEPS_PER_TURN: dict[StageKind, int] = {"thinker": 1, "talker": 1, "code2wav": 8}
 CONFIGURE_TIMEOUT_S = 30.0
 DISMISSAL_S = 1.0  # for the server to take note of a fatal error
 ORPHAN_GRACE_S = 2.0  # how long an orphaned process may take to leave by itself
@@ -152,7 +154,9 @@ class ProcessLoop:
             self.stage = stage.kind
             if stepped:
                 stage.poll_inputs()  # what the stage before has just handed over
-            if stage.has_work():
+            for _ in range(STEPS_PER_TURN[stage.kind]):
+                if not stage.has_work():
+                    break
                 stage.step()
                 stepped = True
         self.stage = None
