@@ -266,6 +266,8 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         ),
         (0, {"max_num_seqz": 4}, "stage_overrides.0.max_num_seqz", "did you mean 'max_num_seqs'"),
         (0, {"stage_id": 4}, "stage_overrides.0.stage_id", "cannot change"),
+        (2, {"block_size": 8}, "stages[2].block_size", "code2wav has no use for it, only thinker and talker"),
+        (0, {"extra_frames": 8}, "stages[0].extra_frames", "thinker has no use for it, only talker"),
         (7, {}, "stage_overrides.7", "stage ids: 0, 1, 2"),
     ],
 )

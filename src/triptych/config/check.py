@@ -19,6 +19,15 @@ PIPELINE: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
 _SOURCES: dict[StageKind, StageKind] = {"talker": "thinker", "code2wav": "talker"}
 _DEVICE = re.compile(r"auto|cpu|cuda|(cuda:)?[0-9]{1,3}")
 _PROCESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a part of file names, of addresses and of a command line
+# Keys that only some stages have a use for; the others take nothing but their default.
+_USED_BY: dict[str, tuple[StageKind, ...]] = {
+    "max_num_batched_tokens": ("thinker", "talker"),
+    "block_size": ("thinker", "talker"),
+    "num_kv_blocks": ("thinker", "talker"),
+    "kv_cache_bytes": ("thinker", "talker"),
+    "frames_per_text_token": ("talker",),
+    "extra_frames": ("talker",),
+}
 _FRACTIONS = ("gpu_memory_utilization",)
 _MOST = 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # other counts: 1 to _MOST; other durations: above 0
@@ -171,6 +180,13 @@ def _check_stage(stage: StageConfig, path: str) -> None:
             f"{stage.stage} has no prefix cache (its rows belong to one request); write false, or leave the key out",
             f"{path}.enable_prefix_caching",
         )
+    for field in msgspec.structs.fields(StageConfig):
+        used_by = _USED_BY.get(field.name, PIPELINE)
+        if stage.stage not in used_by and getattr(stage, field.name) != field.default:
+            raise ConfigError(
+                f"{stage.stage} has no use for it, only {' and '.join(used_by)}; leave the key out",
+                f"{path}.{field.name}",
+            )
     if _DEVICE.fullmatch(stage.devices) is None:
         several = " (one device a stage: replicas are not in this version)" if "," in stage.devices else ""
         raise ConfigError(

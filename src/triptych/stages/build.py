@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from triptych.config.schema import ConnectorConfig, DeployConfig, StageConfig, StageKind
@@ -77,6 +78,7 @@ def connector(deploy: DeployConfig, source: StageConfig, target: StageConfig) ->
 
 def load_stage(context: StageContext) -> Stage:
     """Load the stage that `context.config.stage` names. torch and the models are imported here, not before."""
+    wait_idly_if_crowded(context.deploy)
     import torch
 
     sharing = context.deploy.processes[context.config.process]
@@ -93,6 +95,17 @@ def load_stage(context: StageContext) -> Stage:
     from triptych.stages.codec_stage import CodecStage
 
     return CodecStage.load(context)
+
+
+def wait_idly_if_crowded(deploy: DeployConfig) -> None:
+    """Where all threads of a deployment are more than its cores, let those that wait for others give up their core.
+
+    By default OpenMP's threads wait in a spin, which then takes the core from the very thread they wait for: a step
+    becomes a hundred times slower. OpenMP reads the variable when torch is imported, so call this before.
+    """
+    threads = sum(max(stage.threads for stage in stages) for stages in deploy.processes.values())
+    if threads > len(os.sched_getaffinity(0)):
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def report_progress(kind: StageKind, outbox: Outbox) -> Callable[[int, int], None]:
