@@ -511,7 +511,9 @@ async def test_failure_before_the_first_event_has_its_own_status(
     ("change", "param"),
     [
         ({"modalities": ["audio"], "audio": {"voice": "alloy"}}, "audio.voice"),
-        ({"modalities": ["audio"], "speaker": "nope"}, "audio.voice"),
+        ({"modalities": ["audio"], "speaker": "nope"}, "speaker"),
+        ({"modalities": ["audio"], "voice": ""}, "voice"),
+        ({"modalities": ["audio"], "audio": {"voice": ""}}, "audio.voice"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"frobnicate": 1}, "frobnicate"),
         ({"n": 2}, "n"),
@@ -520,6 +522,13 @@ async def test_failure_before_the_first_event_has_its_own_status(
             "messages.0.content.0",
         ),
         ({"logit_bias": {"1500": 1}}, "logit_bias"),
+        ({"sampling_params_list": [{"logit_bias": {"1500": 1}}]}, "sampling_params_list.0.logit_bias"),
+        ({"sampling_params_list": [{"stop_token_ids": [-1]}]}, "sampling_params_list.0.stop_token_ids"),
+        (
+            {"modalities": ["audio"], "sampling_params_list": [{}, {"logit_bias": {"-1": 1}}]},
+            "sampling_params_list.1.logit_bias",
+        ),
+        ({"stop_token_ids": [5] * 1501}, "stop_token_ids"),
     ],
 )
 async def test_wrong_field_is_named_before_any_model_work(

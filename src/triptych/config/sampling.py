@@ -10,6 +10,8 @@ import msgspec
 
 from triptych.errors import ConfigError
 
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 1024
 OF_TEXT_ALONE = ("stop", "stop_token_ids", "logprobs")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(\w*).*`")  # how msgspec ends the message of a ValidationError
 
@@ -63,12 +65,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for token_id, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
                 raise ConfigError(f"{bias} is not between -100 and 100", f"{path}.logit_bias.{token_id}")
-        if any(not text for text in self.stop):
-            raise ConfigError("a stop string is empty", f"{path}.stop")
+        if len(self.stop) > MOST_STOP_STRINGS:
+            raise ConfigError(f"{len(self.stop)} stop strings; at most {MOST_STOP_STRINGS}", f"{path}.stop")
+        for text in self.stop:
+            if not 0 < len(text) <= LONGEST_STOP_STRING:
+                message = f"a stop string has {len(text)} characters, not 1 to {LONGEST_STOP_STRING}"
+                raise ConfigError(message, f"{path}.stop")
 
     def check_vocabulary(self, size: int, prefix: str = "") -> None:
         """Raise ConfigError naming `<prefix><field>` for a token id that a vocabulary of `size` does not have."""
         for field, ids in (("logit_bias", tuple(self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
+            if len(ids) > size:
+                raise ConfigError(f"{len(ids)} token ids, but the vocabulary has {size}", f"{prefix}{field}")
             outside = next((token_id for token_id in ids if not 0 <= token_id < size), None)
             if outside is not None:
                 raise ConfigError(f"token id {outside} is not between 0 and {size - 1}", f"{prefix}{field}")
@@ -82,8 +90,10 @@ def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = Fals
     for name in OF_TEXT_ALONE if speech else ():
         if values.get(name) not in (None, [], ()):
             raise ConfigError("speech has no such setting; leave it out", f"{path}.{name}")
+    if isinstance(values.get("stop"), str):
+        values = {**values, "stop": [values["stop"]]}
     try:
-        params = msgspec.convert(values, SamplingParams, strict=False)
+        params = msgspec.convert(values, SamplingParams, str_keys=True)  # JSON's keys are strings
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         if place is not None and place[1]:

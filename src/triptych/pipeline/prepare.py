@@ -13,7 +13,7 @@ import msgspec
 
 from triptych.config.sampling import SamplingParams, sampling_params
 from triptych.config.schema import DeployConfig, StageKind
-from triptych.errors import ConfigError, RequestError
+from triptych.errors import ConfigError, ContextLengthError, RequestError
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.request import GenerationRequest
@@ -43,15 +43,16 @@ def prepare(
     check_messages(messages)
     speaker = check_speech(config, deploy, voice) if speak else None
     fresh = secrets.randbits(63)
-    prompt = processor.encode(messages)
     params = _params("thinker", deploy, thinker or {}, seed, fresh)
     _check_vocabulary(params, config.thinker.vocab_size)
     speech = None
     if speak and config.talker is not None:
         speech = _params("talker", deploy, talker or {}, seed, fresh)
         _check_vocabulary(speech, config.talker.text.vocab_size, "talker.")
+    context = context_length(config, deploy)
+    prompt = _encode(processor, messages, context)
     if (thinker or {}).get("max_tokens") is None:
-        params = _fit(params, context_length(config, deploy) - len(prompt))
+        params = _fit(params, context - len(prompt))
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
@@ -61,6 +62,17 @@ def prepare(
     )
 
 
+def _encode(processor: Processor, messages: Sequence[Mapping[str, Any]], context: int) -> tuple[int, ...]:
+    """The prompt. One that is far too long is refused before the work of tokenising it."""
+    fewest = processor.fewest_tokens(messages)
+    if fewest >= context:
+        raise ContextLengthError(
+            f"the messages have {fewest} tokens or more, and this model's context of {context} tokens must hold them "
+            "and at least 1 token of the answer; shorten the messages"
+        )
+    return processor.encode(messages)
+
+
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     """Raise RequestError with the dotted path of the first part that is not text by a system, user or assistant."""
     if not messages:
@@ -68,7 +80,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     for index, message in enumerate(messages):
         path = f"messages.{index}"
         if message.get("role") not in ROLES:
-            raise RequestError(f"role {message.get('role')!r} is not one of {', '.join(ROLES)}", f"{path}.role")
+            raise RequestError(f"role {message.get('role')!r:.80} is not one of {', '.join(ROLES)}", f"{path}.role")
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -92,7 +104,7 @@ def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) ->
     names = {name.lower(): name for name in config.talker.speaker_id}
     if voice.lower() not in names:
         known = ", ".join(names) or "none"
-        raise RequestError(f"voice {voice!r} is not one of this model's voices: {known}", "audio.voice")
+        raise RequestError(f"voice {voice!r:.80} is not one of this model's voices: {known}", "audio.voice")
     return names[voice.lower()]
 
 

@@ -28,7 +28,7 @@ from triptych.server.metrics import Metrics
 from triptych.server.protocol import ChatCompletionRequest
 from triptych.server.sse import ClientGone
 
-MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_BODY_BYTES = 4 * 1024 * 1024  # a context of 65536 tokens is a tenth of it, and what is read holds others up
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads the answer
 
 
@@ -61,7 +61,7 @@ def create_app(
     )
     voices = list(config.talker.speaker_id) if config.talker and has_speech(config, deploy) else []
     api = _api(chat, names, voices, context_length(config, deploy))
-    app = FastAPI(title="Triptych", version=__version__)
+    app = FastAPI(title="Triptych", version=__version__, docs_url=None, redoc_url=None)  # those pages load scripts
     errors.install(app)
     app.add_exception_handler(ClientGone, _client_gone)
     key = [Depends(require_key(api_key))]
@@ -131,6 +131,7 @@ def _json_body(model: type[BaseModel]) -> dict[str, Any]:
 def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: float) -> APIRouter:
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> JSONResponse:
         """200 while every stage's heartbeat is fresh, else 503; the body tells each stage."""
@@ -140,6 +141,7 @@ def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: f
         body = {"status": "ok" if healthy else "unhealthy", "ready": now.ready, "stages": stages}
         return JSONResponse(body, 200 if healthy else 503)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """200 when every stage takes requests, else 503."""

@@ -23,7 +23,7 @@ from triptych.errors import CapacityError, RequestError, StageError, TriptychErr
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.health import PipelineHealth
-from triptych.pipeline.prepare import check_speech, prepare
+from triptych.pipeline.prepare import prepare
 from triptych.pipeline.request import AudioDelta, Done, Event, GenerationRequest, TextDelta
 from triptych.server import sse
 from triptych.server.audio import FORMATS, Encoder, encodable, make_encoder
@@ -134,30 +134,39 @@ class Chat:
         return sse.EventResponse(self._stream(call, first), call.events.aclose, headers)
 
     async def _submit(self, http: Request, clock: RequestClock) -> Call:
-        request = parse_chat_request(await sse.read_json_body(http, self._max_body_bytes))
-        if request.model not in self._model_names:
-            raise ModelNotFoundError(request.model, self._model_names)
-        if request.wants_audio:
-            check_speech(self._config, self._deploy, request.speaker_name)
-            if not encodable(request.audio_format):
-                able = ", ".join(name for name in FORMATS if encodable(name))
-                raise RequestError(
-                    f"this build cannot encode {request.audio_format!r}; it can encode {able}", "audio.format"
-                )
+        body = await sse.read_json_body(http, self._max_body_bytes, self._deploy.request_timeout_s)
+        request = await asyncio.to_thread(self._read, body)
         completion = Completion(model=request.model, audio_lifetime_s=self._deploy.audio_id_lifetime_s)
-        generation = await asyncio.to_thread(self._prepare, request, completion.id)
-        encoder = None
-        if request.wants_audio:
-            encoder = make_encoder(
-                request.audio_format, streaming=bool(request.stream), sample_rate=self._config.sample_rate
-            )
+        try:
+            generation = await asyncio.to_thread(self._prepare, request, completion.id)
+            encoder = self._encoder(request)
+            stream = self._orchestrator.submit(generation)
+        except RequestError as error:
+            error.param = request.written(error.param)
+            raise
         return Call(
             request=request,
             completion=completion,
-            events=Events(self._orchestrator.submit(generation), clock),
+            events=Events(stream, clock),
             encoder=encoder,
             has_logprobs=generation.thinker.logprobs is not None,
         )
+
+    def _read(self, body: bytes) -> ChatCompletionRequest:
+        request = parse_chat_request(body)
+        if request.model not in self._model_names:
+            raise ModelNotFoundError(request.model, self._model_names)
+        if request.wants_audio and not encodable(request.audio_format):
+            able = ", ".join(name for name in FORMATS if encodable(name))
+            raise RequestError(
+                f"this build cannot encode {request.audio_format!r}; it can encode {able}", "audio.format"
+            )
+        return request
+
+    def _encoder(self, request: ChatCompletionRequest) -> Encoder | None:
+        if not request.wants_audio:
+            return None
+        return make_encoder(request.audio_format, streaming=bool(request.stream), sample_rate=self._config.sample_rate)
 
     def _prepare(self, request: ChatCompletionRequest, request_id: str) -> GenerationRequest:
         thinker, talker = request.overrides()

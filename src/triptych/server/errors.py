@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from triptych.errors import CapacityError, DeadlineError, RequestError, StageErr
 
 logger = logging.getLogger(__name__)
 
+LONGEST_SHOWN = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = LONGEST_SHOWN
 STAGE_RETRY_AFTER = 5  # seconds until a stage that is being restarted is worth another try
 
 
@@ -36,8 +40,12 @@ class ModelNotFoundError(RequestError):
     status = 404
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
-        message = f"the model {model!r} does not exist here; this server has {', '.join(map(repr, served))}"
+        message = f"the model {shown(model)} does not exist here; this server has {', '.join(map(repr, served))}"
         super().__init__(message, param="model", code="model_not_found")
+
+
+class BodyTimeoutError(RequestError):
+    status = 408
 
 
 class PayloadTooLargeError(RequestError):
@@ -87,26 +95,38 @@ def error_response(error: Exception) -> JSONResponse:
         headers["Retry-After"] = str(STAGE_RETRY_AFTER)
     elif isinstance(error, AuthenticationError):
         headers["WWW-Authenticate"] = "Bearer"
+    elif isinstance(error, BodyTimeoutError):
+        headers["Connection"] = "close"  # what still comes of the body is no request
     return JSONResponse(error_body(error), status_of(error), headers)
 
 
 def invalid_request(error: ValidationError) -> RequestError:
     """The first thing wrong with a request body, as an error with the dotted path of the field."""
     first = error.errors(include_url=False)[0]
-    # Tags of our unions are in parentheses and pydantic's own marks in brackets: no part of what the client wrote.
-    path = [str(part) for part in first["loc"] if not str(part).startswith(("(", "["))]
-    param, kind, message = ".".join(path) or None, first["type"], first["msg"]
-    if kind == "json_invalid":
-        return RequestError(f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="invalid_json")
-    if param is None:
-        return RequestError("the body is not a JSON object", code="invalid_json")
-    if kind == "extra_forbidden":
+    # Tags of our unions are in parentheses: no part of what the client wrote.
+    path = [str(part) for part in first["loc"] if not str(part).startswith("(")]
+    value = first["input"]
+    if "key" in first.get("ctx", {}):  # an error of ours that is about one of the input's values
+        value = value[first["ctx"]["key"]]
+        path.append(cut(first["ctx"]["key"]))
+    param, kind, message = ".".join(path), first["type"], first["msg"]
+    if kind == "unknown":
         return RequestError(f"unknown field {param!r}", param, "unknown_parameter")
     if kind == "missing":
         return RequestError(f"field {param!r} is required", param, "missing_required_parameter")
     if kind == "unsupported":
         return RequestError(f"{param!r} is not supported: {message}", param, "unsupported_parameter")
-    return RequestError(f"{param!r}: {message}; got {_shown(first['input'])}", param, "invalid_value")
+    return RequestError(f"{param!r}: {message}; got {shown(value)}", param, "invalid_value")
+
+
+def shown(value: Any) -> str:
+    """What a client sent, in a message to it: no longer than a message may be."""
+    return _SHORT.repr(value)
+
+
+def cut(name: str) -> str:
+    """As `shown`, for a name without quotes."""
+    return name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
 
 
 def install(app: FastAPI) -> None:
@@ -119,9 +139,8 @@ def install(app: FastAPI) -> None:
 
     async def not_routed(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            error = HTTPException(
-                error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers
-            )
+            where = f"{request.method} {cut(request.url.path)}"
+            error = HTTPException(error.status_code, f"{where}: {error.detail}", error.headers)
         return error_response(error)
 
     for kind in (RequestError, CapacityError, StageError, DeadlineError):
@@ -134,8 +153,3 @@ def _named(error: StageError | DeadlineError) -> str:
     """The error with the name of its stage, which most of them give themselves."""
     stage, message = f"stage {error.stage}", str(error)
     return message if stage in message else f"{stage}: {message}"
-
-
-def _shown(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -10,17 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
 from triptych.config.sampling import sampling_params
 from triptych.errors import ConfigError, RequestError
 from triptych.server.audio import AudioFormat
-from triptych.server.errors import invalid_request
+from triptych.server.errors import invalid_request, shown
 
 TEXT_ONLY = "this server takes text input only"
 NO_TOOLS = "this server does not call tools"
 STAGES = ("thinker", "talker", "code2wav")
+MOST_METADATA = 16  # pairs, as in OpenAI's API
 
 
 def _refuse(reason: str) -> BeforeValidator:
@@ -56,12 +66,44 @@ def _every_token(top_k: Any) -> Any:
     return 0 if top_k == -1 else top_k  # vLLM's spelling of "keep every token"
 
 
+def _biases(value: Any) -> Any:
+    """`logit_bias` by token id: JSON's keys are strings. Ends at the first that is wrong, unlike pydantic."""
+    if not isinstance(value, dict):
+        return value
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise PydanticCustomError("token_id", "a key should be a token id", {"key": key})
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise PydanticCustomError("bias", "Input should be a number from -100 to 100", {"key": key})
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MOST_METADATA:
+        raise PydanticCustomError("too_long", "at most {most} pairs", {"most": MOST_METADATA})
+    return value
+
+
 def _content_kind(content: Any) -> str | None:
     return "(text)" if isinstance(content, str) else "(parts)" if isinstance(content, list) else None
 
 
 class _Body(BaseModel):
+    """Validation ends soon after the first error (here, and `fail_fast` in lists): a body may be full of them."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise PydanticCustomError("object", "Input should be an object")
+        for name in value:
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown", "unknown field", {"key": name})
+        return value
 
 
 class TextPart(_Body):
@@ -71,7 +113,9 @@ class TextPart(_Body):
 
 Content = Annotated[
     Annotated[str, Tag("(text)")]
-    | Annotated[list[Annotated[TextPart, BeforeValidator(_text_part)]], Field(min_length=1), Tag("(parts)")],
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(_text_part)]], Field(min_length=1, fail_fast=True), Tag("(parts)")
+    ],
     Discriminator(
         _content_kind,
         custom_error_type="content",
@@ -115,7 +159,7 @@ class ResponseFormat(_Body):
 
 class ChatCompletionRequest(_Body):
     model: str
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
     modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)] | None = None
     audio: AudioOptions | None = None
@@ -132,24 +176,27 @@ class ChatCompletionRequest(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=16)] | None
+        Annotated[
+            list[Annotated[str, Field(min_length=1)]], Field(max_length=16, fail_fast=True), BeforeValidator(_listed)
+        ]
+        | None
     ) = None
     # Sampling beyond OpenAI's, under vLLM's names.
     top_k: Annotated[int, BeforeValidator(_every_token), Field(ge=0)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     sampling_params_list: Annotated[list[dict[str, Any]], Field(max_length=len(STAGES))] | None = None
 
     # Bookkeeping: accepted, without effect.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     store: Literal[False] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -183,9 +230,14 @@ class ChatCompletionRequest(_Body):
         return self.audio.format if self.audio else "wav"
 
     @property
+    def voices(self) -> dict[str, str]:
+        """The voice asked for, under each of its names that is given."""
+        names = {"audio.voice": self.audio.voice if self.audio else None, "speaker": self.speaker, "voice": self.voice}
+        return {field: name for field, name in names.items() if name is not None}
+
+    @property
     def speaker_name(self) -> str | None:
-        """The voice asked for, under whichever of its names."""
-        return (self.audio.voice if self.audio else None) or self.speaker or self.voice
+        return next(iter(self.voices.values()), None)
 
     @property
     def includes_usage(self) -> bool:
@@ -199,8 +251,23 @@ class ChatCompletionRequest(_Body):
             own["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
             own["logprobs"] = self.top_logprobs or 0
-        listed = [*(self.sampling_params_list or []), {}, {}]
-        return listed[0] | own, listed[1]
+        return self.listed(0) | own, self.listed(1)
+
+    def listed(self, stage: int) -> dict[str, Any]:
+        """What `sampling_params_list` says for a stage. Null is the same as absent."""
+        values = (self.sampling_params_list or [])[stage : stage + 1]
+        return {name: value for name, value in values[0].items() if value is not None} if values else {}
+
+    def written(self, param: str | None) -> str | None:
+        """The field as this client wrote it, where the pipeline has a name of its own for it."""
+        if param is None or param.startswith("talker."):
+            return param and f"sampling_params_list.1.{param.removeprefix('talker.')}"
+        name = param.removeprefix("thinker.")
+        if name.split(".")[0] in self.listed(0):
+            return f"sampling_params_list.0.{name}"
+        if name == "max_tokens" and self.max_tokens is None:
+            return "max_completion_tokens"
+        return next(iter(self.voices), name) if name == "audio.voice" else name
 
 
 _THINKER_FIELDS = (
@@ -222,7 +289,13 @@ _THINKER_FIELDS = (
 def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     """Read and check a request body. Raises RequestError with the dotted path of the first wrong field."""
     try:
-        request = ChatCompletionRequest.model_validate_json(body)
+        value = from_json(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise RequestError("the body is not a JSON object", code="invalid_json")
+    try:
+        request = ChatCompletionRequest.model_validate(value)
     except ValidationError as error:
         raise invalid_request(error) from error
     for check in _CHECKS:
@@ -243,14 +316,9 @@ def _check_modalities(request: ChatCompletionRequest) -> None:
 
 
 def _check_voice(request: ChatCompletionRequest) -> None:
-    names = {
-        "audio.voice": request.audio.voice if request.audio else None,
-        "speaker": request.speaker,
-        "voice": request.voice,
-    }
-    given = {field: name for field, name in names.items() if name is not None}
-    if len({name.lower() for name in given.values()}) > 1:
-        raise RequestError(f"different voices are asked for: {given}", list(given)[-1], "invalid_value")
+    voices = request.voices
+    if len({name.lower() for name in voices.values()}) > 1:
+        raise RequestError(f"different voices are asked for: {shown(voices)}", list(voices)[-1], "invalid_value")
 
 
 def _check_lengths(request: ChatCompletionRequest) -> None:
@@ -273,17 +341,16 @@ def _check_logprobs(request: ChatCompletionRequest) -> None:
 
 def _check_stage_params(request: ChatCompletionRequest) -> None:
     """Each entry must be right by itself, and say nothing that a top-level field says otherwise."""
-    for index, values in enumerate(request.sampling_params_list or []):
-        path = f"sampling_params_list.{index}"
+    for index in range(len(request.sampling_params_list or [])):
+        path, values = f"sampling_params_list.{index}", request.listed(index)
         if STAGES[index] == "code2wav" and values:
             raise RequestError(f"{path!r}: code2wav draws no tokens; leave it out or empty", path, "invalid_value")
         try:
             sampling_params(values, path, speech=STAGES[index] == "talker")
         except ConfigError as error:
             raise RequestError(str(error), error.path, "invalid_value") from error
-    thinker = (request.sampling_params_list or [{}])[0] if request.sampling_params_list else {}
     own = request.overrides()[0] | ({} if request.seed is None else {"seed": request.seed})
-    for name, value in thinker.items():
+    for name, value in request.listed(0).items():
         if own.get(name) != value:
             raise RequestError(
                 f"'sampling_params_list.0.{name}' is {value!r}, but at the top level {name!r} is {own.get(name)!r}; "

@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from triptych.server.errors import PayloadTooLargeError, UnsupportedMediaTypeError
+from triptych.server.errors import BodyTimeoutError, PayloadTooLargeError, UnsupportedMediaTypeError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -75,10 +75,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def read_json_body(request: Request, limit: int) -> bytes:
-    """The raw body, refused while it is read once it is longer than `limit` bytes.
+async def read_json_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The raw body, refused while it is read once it is longer than `limit` bytes or takes longer than `timeout_s`.
 
-    Raises UnsupportedMediaTypeError, PayloadTooLargeError or ClientGone.
+    Raises UnsupportedMediaTypeError, PayloadTooLargeError, BodyTimeoutError or ClientGone.
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
@@ -90,14 +90,17 @@ async def read_json_body(request: Request, limit: int) -> bytes:
     size = 0
     declared = request.headers.get("content-length", "")
     too_large = PayloadTooLargeError(f"the body is larger than the {limit} bytes that this server takes")
-    if declared.isdigit() and int(declared) > limit:
+    if declared.isdecimal() and int(declared) > limit:
         raise too_large
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s; {size} bytes of it did") from None
     except ClientDisconnect as error:
         raise ClientGone from error
     return b"".join(parts)

@@ -51,6 +51,10 @@ class Processor:
         self._longest = len(longest_first[0]) if longest_first else 0
         self._source = _template_source(folder, settings)
         self._template = _compile(self._source, folder)
+        vocab = self.tokenizer.get_vocab(with_added_tokens=False)
+        self._most_bytes = max(
+            [1, *map(len, vocab), *(len(text.encode()) for text in self._added_text.values())]  # of one token
+        )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         self._variables = {name: _token_content(settings[name]) for name in names if settings.get(name)}
 
@@ -67,6 +71,15 @@ class Processor:
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, ValueError) as error:
             raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from error
 
+    def fewest_tokens(self, messages: Sequence[Message]) -> int:
+        """How many tokens the text of these messages has at the least, told at once from its length.
+
+        No token stands for more bytes than the longest one, and no character for less than a byte: half a byte where
+        normalisation (NFC) may join it to others.
+        """
+        texts = _strings([message.get("content") for message in messages])
+        return sum(len(text) if text.isascii() else len(text) // 2 for text in texts) // self._most_bytes
+
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the rendered prompt. Special tokens come from the template alone, never from a message."""
         # Inside messages, the first character of everything that is (or could become, joined to what follows) a
@@ -74,13 +87,20 @@ class Processor:
         swap = self._stand_ins(messages)
         back = {ord(stand_in): character for character, stand_in in swap.items()}
         rendered = self.render([self._guard(message, swap) for message in messages])
-        ids: list[int] = []
+        texts: list[str] = []
+        specials: list[int] = []  # after each text but the last
         end = 0
         for match in self._special.finditer(rendered):
-            ids += self._encode_text(rendered[end : match.start()].translate(back))
-            ids.append(self._special_ids[match.group()])
+            texts.append(rendered[end : match.start()].translate(back))
+            specials.append(self._special_ids[match.group()])
             end = match.end()
-        ids += self._encode_text(rendered[end:].translate(back))
+        texts.append(rendered[end:].translate(back))
+        # As a batch, because that alone lets go of Python's lock: a long prompt must not hold the event loop.
+        first, *others = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = list(first.ids)
+        for special, encoding in zip(specials, others, strict=True):
+            ids.append(special)
+            ids += encoding.ids
         return tuple(ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -97,9 +117,6 @@ class Processor:
     def token_text(self, token_id: int) -> str:
         """The text of a token alone; bytes that are not whole characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
-
-    def _encode_text(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids) if text else []
 
     def _stand_ins(self, messages: Sequence[Message]) -> dict[str, str]:
         firsts = sorted({token[0] for token in self._special_ids})
@@ -210,6 +227,7 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
 
 
 def _strings(value: Any) -> Iterable[str]:
+    """Every string in messages, or in a part of them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
