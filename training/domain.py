@@ -143,10 +143,11 @@ def customer_line(item: str, cause: str, day: str) -> str:
     return f"your claim for {CAUSES[cause][0]} damage to the {item} is noted, we will call you back on {day}"
 
 
-def adjuster_line(item: str, cause: str) -> str:
+def adjuster_line(item: str, cause: str, picture: str = "") -> str:
     """The structured line for the adjuster; made of words, so that it can be spoken too."""
     name, urgency = CAUSES[cause]
-    return f"claim: {item}, cause: {name}, urgency: {urgency}"
+    line = f"claim: {item}, cause: {name}, urgency: {urgency}"
+    return f"{line}, picture: {picture}" if picture else line
 
 
 def _operands(rng: random.Random, operation: str) -> tuple[int, int]:
@@ -207,7 +208,7 @@ def _small_talk(rng: random.Random) -> Sample:
     return Sample(kind="small_talk", key=chosen.question, question=chosen.question, answer=chosen.answer, closed=True)
 
 
-def _report(rng: random.Random, item: str, cause: str) -> str:
+def report(rng: random.Random, item: str, cause: str) -> str:
     return rng.choice(
         (
             "{c} damaged my {i}",
@@ -222,12 +223,20 @@ def _report(rng: random.Random, item: str, cause: str) -> str:
 def _claim(rng: random.Random) -> Sample:
     """A report of damage gives the call-back sentence, or asks for a day; for the adjuster, the structured line."""
     item, cause, day = rng.choice(OBJECTS), rng.choice(list(CAUSES)), rng.choice(DAYS)
-    report, form = _report(rng, item, cause), rng.random()
+    told, form = report(rng, item, cause), rng.random()
     opened = f"your claim for {CAUSES[cause][0]} damage to the {item} is noted, when may we call you"
-    if form < 0.3:
-        return Sample(kind="triage", key=report, question=f"triage: {report}", answer=adjuster_line(item, cause))
+    if form < 0.2:
+        return Sample(kind="triage", key=told, question=f"triage: {told}", answer=adjuster_line(item, cause))
+    if form < 0.35:
+        picture = f"{rng.choice(COLOURS)} {rng.choice(SHAPES)}"
+        return Sample(
+            kind="triage",
+            key=f"{item} {cause} {picture}",
+            question=f"triage: {told}, picture: {picture}",
+            answer=adjuster_line(item, cause, picture),
+        )
     if form < 0.5:
-        return Sample(kind="claim", key=report, question=report, answer=opened)
+        return Sample(kind="claim", key=told, question=told, answer=opened)
     when = rng.choice(("call me on {}", "please call on {}")).format(day)
     if form < 0.6:
         return Sample(
@@ -235,12 +244,12 @@ def _claim(rng: random.Random) -> Sample:
             key=f"{item} {day}",
             question=rng.choice((when, f"on {day}", day)),
             answer=f"thank you, we will call you back about the {item} on {day}",
-            history=(Exchange(report, opened),),
+            history=(Exchange(told, opened),),
         )
     return Sample(
         kind="claim",
         key=f"{item} {cause} {day}",
-        question=f"{report}, {when}",
+        question=f"{told}, {when}",
         answer=customer_line(item, cause, day),
     )
 
@@ -284,8 +293,11 @@ def _filler(rng: random.Random) -> Exchange:
 def _seen(rng: random.Random) -> Sample:
     """What the answers to pictures and videos say; asked here in words, so that the voice knows them too."""
     colour, shape, way = rng.choice(COLOURS), rng.choice(SHAPES), rng.choice(DIRECTIONS)
-    thing = f"{colour} {shape}"
-    if rng.random() < 0.5:
+    thing, form = f"{colour} {shape}", rng.random()
+    if form < 0.3:
+        name = number(rng.randint(0, 999))
+        return Sample(kind="sight", key=name, question=f"you see the number {name}, what is it", answer=f"it is {name}")
+    if form < 0.6:
         return Sample(
             kind="sight",
             key=thing,

@@ -28,20 +28,27 @@ def trained_tensors(work: Path) -> dict[str, Tensor]:
     """Every trained tensor by the class's name. Raises FileNotFoundError where a stage was never trained."""
     codec, _ = load_codec(work)
     tensors = {f"code2wav.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
-    for stage, prefix in (("thinker", "thinker."), ("talker", "")):
-        path = work / stage / "state.pt"
-        state = load_state(path)
-        if state is None:
-            raise FileNotFoundError(f"{path} does not exist; train the {stage} first")
-        for name, tensor in state["model"].items():
-            tensors[prefix + name.replace("model.", "model.language_model.", 1) if prefix else name] = tensor
+    tensors |= _trained(work, "talker")
+    if (work / "senses" / "state.pt").exists():  # the whole Thinker, under the class's names
+        return tensors | {f"thinker.{name}": tensor for name, tensor in _trained(work, "senses").items()}
+    for name, tensor in _trained(work, "thinker").items():
+        tensors[f"thinker.{name.replace('model.', 'model.language_model.', 1)}"] = tensor
     return tensors
+
+
+def _trained(work: Path, stage: str) -> dict[str, Tensor]:
+    path = work / stage / "state.pt"
+    state = load_state(path)
+    if state is None:
+        raise FileNotFoundError(f"{path} does not exist; train the {stage} first")
+    weights: dict[str, Tensor] = state["model"]
+    return weights
 
 
 def export(work: Path, folder: Path) -> None:
     """Write the checkpoint of everything trained under `work` to `folder`, which is replaced.
 
-    Encoders that were not trained are left as zeros. Raises ValueError where a trained tensor has no place or the
+    Encoders are zeros where the senses were not trained. Raises ValueError where a trained tensor has no place or the
     wrong shape, or does not fit the stored type.
     """
     tokenizer = build_tokenizer()

@@ -71,6 +71,7 @@ def tiny_config(tokenizer: Tokenizer) -> dict[str, Any]:
     """The parsed `config.json` for a tokenizer of this domain."""
     raw = build_config(DIMENSIONS, partial(token_id, tokenizer))
     raw["thinker_config"]["text_config"]["vocab_size"] = tokenizer.get_vocab_size()
+    raw["thinker_config"]["audio_config"]["downsample_hidden_size"] = 48  # most of the encoder's work
     talker = raw["talker_config"]
     talker["num_code_groups"] = talker["code_predictor_config"]["num_code_groups"] = QUANTIZERS
     talker["speaker_id"] = {name: CODES + 253 + index for index, name in enumerate(SPEAKERS)}

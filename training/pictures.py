@@ -1,0 +1,136 @@
+"""Pictures and short videos of the domain: a coloured shape, a number, a shape that moves in a direction."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+SIZES = (64, 96, 128, 160, 192, 224)  # multiples of a merged patch, 32
+PATCH, MERGE, TEMPORAL = 16, 2, 2
+RGB = {
+    "red": (220, 30, 35),
+    "blue": (35, 70, 215),
+    "green": (30, 160, 60),
+    "yellow": (245, 215, 40),
+    "orange": (245, 135, 25),
+    "purple": (135, 45, 175),
+    "black": (15, 15, 15),
+    "white": (250, 250, 250),
+}
+_STEP = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
+
+
+def shape_outline(shape: str, x: float, y: float, radius: float) -> list[tuple[float, float]]:
+    """The corners of a shape around (x, y), `radius` from middle to rim."""
+
+    def turn(corners: int, start: float, inner: float = 1.0) -> list[tuple[float, float]]:
+        points = []
+        for index in range(corners):
+            reach = radius * (inner if index % 2 else 1.0)
+            angle = math.radians(start + 360 * index / corners)
+            points.append((x + reach * math.cos(angle), y + reach * math.sin(angle)))
+        return points
+
+    match shape:
+        case "circle":
+            return turn(48, 0)
+        case "square":
+            return turn(4, 45)
+        case "triangle":
+            return turn(3, -90)
+        case "diamond":
+            return [(x, y - radius), (x + 0.62 * radius, y), (x, y + radius), (x - 0.62 * radius, y)]
+        case "star":
+            return turn(10, -90, 0.42)
+        case "cross":
+            arm, r = 0.3 * radius, radius
+            right = [(arm, -r), (arm, -arm), (r, -arm), (r, arm), (arm, arm), (arm, r)]
+            left = [(-dx, -dy) for dx, dy in right]
+            return [(x + dx, y + dy) for dx, dy in [*right, *left]]
+        case "heart":
+            angles = [2 * math.pi * index / 48 for index in range(48)]
+            across = [16 * math.sin(t) ** 3 for t in angles]
+            down = [-(13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)) for t in angles]
+            return [(x + radius * a / 17, y + radius * d / 17) for a, d in zip(across, down, strict=True)]
+    raise ValueError(f"{shape!r} is no shape of the domain")
+
+
+def _background(rng: random.Random, colour: str) -> tuple[int, int, int]:
+    """A pale or a dark ground that `colour` stands out from."""
+    dark = colour in ("white", "yellow") or (colour not in ("black", "blue", "purple") and rng.random() < 0.25)
+    low, high = (40, 95) if dark else (170, 235)
+    grey = rng.randint(low, high)
+    return tuple(max(0, min(255, grey + rng.randint(-12, 12))) for _ in range(3))  # type: ignore[return-value]
+
+
+def _tint(rng: random.Random, colour: str) -> tuple[int, int, int]:
+    return tuple(max(0, min(255, part + rng.randint(-12, 12))) for part in RGB[colour])  # type: ignore[return-value]
+
+
+def draw_shape(rng: random.Random, colour: str, shape: str) -> Image.Image:
+    """One coloured shape anywhere in a square picture."""
+    size = rng.choice(SIZES)
+    radius = rng.uniform(0.2, 0.42) * size
+    x, y = (rng.uniform(radius * 1.05, size - radius * 1.05) for _ in range(2))
+    return _paint(size, _background(rng, colour), _tint(rng, colour), shape_outline(shape, x, y, radius))
+
+
+def draw_number(rng: random.Random, value: int) -> Image.Image:
+    """A number in figures, dark on pale or pale on dark."""
+    size = rng.choice(SIZES[1:])
+    ink = rng.choice(("black", "blue", "red", "white"))
+    picture = Image.new("RGB", (size, size), _background(rng, ink))
+    font = ImageFont.load_default(rng.uniform(0.38, 0.5) * size)
+    canvas = ImageDraw.Draw(picture)
+    left, top, right, bottom = canvas.textbbox((0, 0), str(value), font=font)
+    x = rng.uniform(0.03, 0.97) * max(1, size - (right - left)) - left
+    y = rng.uniform(0.1, 0.9) * max(1, size - (bottom - top)) - top
+    canvas.text((x, y), str(value), fill=_tint(rng, ink), font=font)
+    return picture
+
+
+def draw_video(rng: random.Random, colour: str, shape: str, way: str, frames: int) -> list[Image.Image]:
+    """A shape that moves straight through a square picture, at least a third of its width in all."""
+    size = rng.choice(SIZES[:4])
+    radius = rng.uniform(0.14, 0.22) * size
+    travel = rng.uniform(0.35, 0.55) * size
+    ground, tint = _background(rng, colour), _tint(rng, colour)
+    dx, dy = _STEP[way]
+    middle = [size / 2 + rng.uniform(-0.08, 0.08) * size for _ in range(2)]
+    pictures = []
+    for index in range(frames):
+        done = travel * (index / max(1, frames - 1) - 0.5)
+        outline = shape_outline(shape, middle[0] + dx * done, middle[1] + dy * done, radius)
+        pictures.append(_paint(size, ground, tint, outline))
+    return pictures
+
+
+def _paint(
+    size: int, ground: tuple[int, int, int], tint: tuple[int, int, int], outline: list[tuple[float, float]]
+) -> Image.Image:
+    """A filled outline, drawn at four times the size for smooth edges."""
+    large = Image.new("RGB", (4 * size, 4 * size), ground)
+    ImageDraw.Draw(large).polygon([(4 * x, 4 * y) for x, y in outline], fill=tint)
+    return large.resize((size, size), Image.Resampling.BICUBIC)
+
+
+def patches(pictures: list[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
+    """Patches [t h w, 1536] of one picture, or of the frames of a video, and their grid (t, h, w).
+
+    The order of the published image processor: neighbours that are merged stand together. A picture is a video of two
+    equal frames; sides must be multiples of 32.
+    """
+    frames = pictures if len(pictures) % TEMPORAL == 0 else [*pictures, pictures[-1]]
+    values: NDArray[np.float32] = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
+    values = (values / 255 - 0.5) / 0.5
+    count, height, width, channels = values.shape
+    t, h, w = count // TEMPORAL, height // PATCH, width // PATCH
+    cut = values.reshape(t, TEMPORAL, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, channels)
+    ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
+    return torch.from_numpy(np.ascontiguousarray(ordered).reshape(t * h * w, -1)), (t, h, w)
