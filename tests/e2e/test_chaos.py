@@ -186,8 +186,8 @@ def check_at_rest(server: LiveServer) -> None:
 async def test_a_long_mixed_crowd_is_served_evenly_and_leaves_memory_flat(server: LiveServer, crowd: Crowd) -> None:
     await crowd.run(32, 16)  # warm
     before = memory(server)
-    outcomes = await crowd.run(96, 16)
-    assert Counter(outcome.kind for outcome in outcomes) == {"right": 96}, outcomes
+    outcomes = await crowd.run(64, 16)
+    assert Counter(outcome.kind for outcome in outcomes) == {"right": 64}, outcomes
     took = [outcome.at - outcome.began for outcome in outcomes]
     assert max(took) < 10 * statistics.median(took)
     check_at_rest(server)
