@@ -22,7 +22,8 @@ class _ChannelNorm(nn.LayerNorm):
     """LayerNorm over the channels of [B, C, T]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+        normed: Tensor = super().forward(x.transpose(1, 2))
+        return normed.transpose(1, 2)
 
 
 class _Residual(nn.Module):

@@ -128,7 +128,7 @@ def patches(pictures: list[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
     """
     frames = pictures if len(pictures) % TEMPORAL == 0 else [*pictures, pictures[-1]]
     values: NDArray[np.float32] = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
-    values = (values / 255 - 0.5) / 0.5
+    values = (values / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
     count, height, width, channels = values.shape
     t, h, w = count // TEMPORAL, height // PATCH, width // PATCH
     cut = values.reshape(t, TEMPORAL, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, channels)

@@ -32,6 +32,7 @@ from training.speech_store import SpeechStore, build_store
 from training.teacher import SAMPLE_RATE, VOICES, Waveform
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
+from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
 PEAK_RATE, SEED = 1e-3, 7
 WRITTEN, SPOKEN, SEEN = 12, 10, 12  # samples of a step
@@ -211,7 +212,7 @@ def train(work: Path, steps: int) -> None:
         raise FileNotFoundError(f"{work / 'thinker' / 'state.pt'} does not exist; train the thinker first")
     examples = SenseExamples(tokenizer, question_store(work, "train"), "train")
     held_out = SenseExamples(tokenizer, question_store(work, "held_out"), "held_out")
-    pad = tokenizer.token_to_id("<|endoftext|>")
+    pad = token_id(tokenizer, "<|endoftext|>")
     torch.manual_seed(SEED)
     thinker = build_thinker(raw, text["model"]).train()
     parameters = [parameter for parameter in thinker.parameters() if parameter.requires_grad]

@@ -22,6 +22,7 @@ from training.rows import chat
 from training.schedule import cosine, pooled_batch
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
+from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
 BATCH, PEAK_RATE, SEED = 48, 2e-3, 3
 SYSTEMS = (None, None, None, "You are a helpful assistant.", "Speak briefly.")
@@ -33,8 +34,8 @@ class ChatExamples:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        self.end = tokenizer.token_to_id("<|im_end|>")
-        self.pad = tokenizer.token_to_id("<|endoftext|>")
+        self.end = token_id(tokenizer, "<|im_end|>")
+        self.pad = token_id(tokenizer, "<|endoftext|>")
 
     def draw(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         return self.example(draw(source := random.Random(int(rng.integers(2**62))), "train"), source)
