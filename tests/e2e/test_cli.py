@@ -126,7 +126,7 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
         (["serve", "tiny", "--stage-overrides", '{"1": {"max_seqs": 2}}'], "did you mean 'max_num_seqs'"),
         (["serve", "tiny", "--stage-overrides", "{"], "--stage-overrides: not JSON"),
         (["serve", "tiny", "--stage-overrides", '{"0": {"devices": "cuda:0"}}'], "the platform is cpu"),
-        (["serve", "tiny", "--stage-init-timeout", "-1"], "stage_init_timeout_s: -1.0 is not positive"),
+        (["serve", "tiny", "--stage-init-timeout", "-1"], "stage_init_timeout_s: -1.0 is not a positive number"),
         (["serve", "tiny", "--omni", "--text-only"], "give one of them"),
         (["serve", "tiny", "--api-key", " "], "the API key is empty"),
         (["serve", "tiny", "--log-level", "loud"], "loud"),
