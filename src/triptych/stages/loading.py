@@ -91,15 +91,20 @@ def load_model(context: StageContext, build: Callable[[], M], device: torch.devi
     return model
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """What this process holds on a GPU; 0 for a CPU, where nothing is sized by it."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
 def row_tile(config: StageConfig) -> int:
     """How many rows a batch is padded to multiples of."""
     return ROW_TILE if config.batch_invariant else 1
 
 
 def set_up_decoder(
-    config: StageConfig, decoder: DecoderConfig, model: nn.Module, device: torch.device, dtype: torch.dtype
+    config: StageConfig, decoder: DecoderConfig, weight_bytes: int, device: torch.device, dtype: torch.dtype
 ) -> DecoderSetup:
-    """Cache and scheduler of one decoder, sized by the deploy config."""
+    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `weight_bytes` go from its share."""
     per_block = block_bytes(
         layers=decoder.num_hidden_layers,
         block_size=config.block_size,
@@ -107,7 +112,6 @@ def set_up_decoder(
         head_dim=decoder.head_dim,
         dtype=dtype,
     )
-    weight_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     blocks = num_blocks(config, per_block, device, weight_bytes)
     cache = KVCache(
         layers=decoder.num_hidden_layers,

@@ -29,6 +29,7 @@ from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.loading import (
     DecoderSetup,
+    allocated_bytes,
     engine_stats,
     load_model,
     row_tile,
@@ -80,12 +81,14 @@ class TalkerStage:
         """Load the Talker of `context.model`. Raises CheckpointError or ConfigError."""
         checkpoint = load_config(context.model)
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
+        before = allocated_bytes(device)
         model = load_model(context, lambda: Talker(checkpoint), device, dtype)
         model.prepare(row_tile=row_tile(context.config))
+        weight_bytes = allocated_bytes(device) - before
         return cls(
             model=model,
             config=checkpoint,
-            setup=set_up_decoder(context.config, model.config, model, device, dtype),
+            setup=set_up_decoder(context.config, model.config, weight_bytes, device, dtype),
             outbox=context.outbox,
             receiver=context.receivers["thinker"],
             handoffs=Handoffs(context.senders["code2wav"], "codes", async_chunk=context.deploy.async_chunk),

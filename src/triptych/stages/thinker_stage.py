@@ -27,6 +27,7 @@ from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.loading import (
     DecoderSetup,
+    allocated_bytes,
     engine_stats,
     load_model,
     row_tile,
@@ -85,12 +86,14 @@ class ThinkerStage:
         """Load the Thinker of `context.model`. Raises CheckpointError or ConfigError."""
         checkpoint = load_config(context.model)
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
+        before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
         model.prepare(row_tile=row_tile(context.config))
+        weight_bytes = allocated_bytes(device) - before
         sender = context.senders.get("talker")
         return cls(
             model=model,
-            setup=set_up_decoder(context.config, checkpoint.thinker, model, device, dtype),
+            setup=set_up_decoder(context.config, checkpoint.thinker, weight_bytes, device, dtype),
             tokenizer=Processor(context.model).tokenizer,
             eos_token_ids=checkpoint.eos_token_ids,
             outbox=context.outbox,
