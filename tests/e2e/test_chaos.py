@@ -184,7 +184,7 @@ def check_at_rest(server: LiveServer) -> None:
 
 
 async def test_a_long_mixed_crowd_is_served_evenly_and_leaves_memory_flat(server: LiveServer, crowd: Crowd) -> None:
-    await crowd.run(32, 16)  # warm
+    await crowd.run(16, 16)  # warm
     before = memory(server)
     outcomes = await crowd.run(64, 16)
     assert Counter(outcome.kind for outcome in outcomes) == {"right": 64}, outcomes
@@ -215,7 +215,7 @@ async def test_a_stage_that_is_killed_in_a_crowd_takes_only_what_needs_it(
     errors = [outcome for outcome in outcomes if outcome.kind == "error"]
     assert errors, f"nothing was under way when {stage} was killed: {seen}"
     for outcome in errors:
-        assert f"stage {stage}" in outcome.message, outcome.message
+        assert outcome.message.count(f"stage {stage}") == 1, outcome.message
         assert "went down: it was ended by SIGKILL" in outcome.message or "restarting" in outcome.message
         assert outcome.at - max(killed, outcome.began) < ERROR_S, outcome
         assert stage == "thinker" or speaks(outcome.request), "a request that needs no Talker was lost with it"
