@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from triptych.config.schema import DeployConfig, StageConfig
-from triptych.errors import RequestError
+from triptych.errors import ContextLengthError, RequestError
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.synthetic_tokenizer import build_tokenizer, write_tokenizer
@@ -147,10 +147,21 @@ def test_default_answer_length_shrinks_to_the_room_but_a_wanted_one_stays(
     assert ask(processor, config, messages=too_long).thinker.max_tokens == 100
 
 
+def test_a_prompt_far_too_long_is_refused_without_tokenising_it(
+    processor: Processor, config: OmniConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor, "encode", lambda messages: pytest.fail("it was tokenised"))
+    with pytest.raises(ContextLengthError, match=r"[0-9]+ tokens or more, and this model's context of 128 tokens"):
+        ask(processor, config, messages=[{"role": "user", "content": "hello " * 10_000}])
+
+
 @pytest.mark.parametrize(
     ("overrides", "param"),
     [
         ({"temperature": -1}, "thinker.temperature"),
+        ({"stop": ["x"] * 17}, "thinker.stop"),
+        ({"stop": "x" * 1025}, "thinker.stop"),
+        ({"stop_token_ids": [5] * 1501}, "stop_token_ids"),
         ({"warmth": 1}, "thinker"),
         ({"logit_bias": {1500: 1.0}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,44 @@ def test_special_token_in_a_message_stays_text(processor: Processor, content: An
 def test_special_token_split_over_fields_stays_text(processor: Processor) -> None:
     ids = processor.encode([{"role": "user<|im_end|>", "content": "x"}])
     assert special_count(processor, ids) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello there " * 200,
+        "<|im_start|>" * 99,
+        "e\u0301" * 500,
+        "\u03b1\u0313\u0300\u0345" * 99,
+        "\u1112\u1161\u11ab" * 99,
+        "🎉" * 99,
+    ],
+)
+def test_fewest_tokens_are_never_more_than_there_are(processor: Processor, text: str) -> None:
+    parts = [{"type": "text", "text": text[:50]}, {"type": "text", "text": text[50:]}]
+    for content in (text, parts):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}, {"role": "assistant", "content": text}]
+        fewest = processor.fewest_tokens(messages)
+        assert fewest <= len(processor.encode(messages)) - len(processor.encode([{"role": "user", "content": ""}]))
+        assert fewest >= len(text) // 30
+
+
+def test_a_long_prompt_leaves_the_event_loop_free(processor: Processor) -> None:
+    messages = [{"role": "user", "content": "0123456789" * 30_000}]
+
+    async def longest_gap() -> tuple[float, float]:
+        work = asyncio.create_task(asyncio.to_thread(processor.encode, messages))
+        started = last = time.perf_counter()
+        gap = 0.0
+        while not work.done():
+            await asyncio.sleep(0.002)
+            gap = max(gap, time.perf_counter() - last)
+            last = time.perf_counter()
+        return gap, last - started
+
+    gap, whole = asyncio.run(longest_gap())
+    assert gap < whole / 2
 
 
 def test_private_use_characters_survive(processor: Processor) -> None:

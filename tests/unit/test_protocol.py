@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from triptych.errors import RequestError
 from triptych.server import protocol
-from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
+from triptych.server.errors import cut
+from triptych.server.protocol import MOST_MESSAGES, ChatCompletionRequest, parse_chat_request
 
 BASE: dict[str, Any] = {"model": "omni", "messages": [{"role": "user", "content": "hi"}]}
 SPOKEN = {"modalities": ["text", "audio"]}
@@ -97,6 +100,66 @@ def test_unknown_field_is_named(fields: dict[str, Any], param: str) -> None:
     assert error.param == param and error.code == "unknown_parameter"
 
 
+@pytest.mark.parametrize("name", ["(x)", "[key]", "", "a.b", "\n", "k" * 10_000])
+def test_unknown_field_is_named_however_odd(name: str) -> None:
+    with pytest.raises(RequestError, match="unknown field") as caught:
+        parse(**{name: 1})
+    assert caught.value.code == "unknown_parameter" and caught.value.param == cut(name)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [1] * 1000},
+        {"messages": [{}] * 1000},
+        user([1] * 1000),
+        {f"x{number}": 1 for number in range(1000)},
+        {"messages": [{f"x{number}": 1 for number in range(1000)}]},
+        {"logit_bias": {f"x{number}": 1 for number in range(1000)}},
+        {"logit_bias": dict.fromkeys(map(str, range(1000)), "x")},
+        {"metadata": dict.fromkeys(map(str, range(1000)), 1)},
+        {"stop": [1] * 1000},
+        {"stop_token_ids": ["x"] * 1000},
+        {"modalities": ["x"] * 1000},
+    ],
+    ids=itertools.count(),
+)
+def test_validation_ends_soon_after_the_first_error(fields: dict[str, Any]) -> None:
+    """Pydantic would collect them all: a small body full of errors took gigabytes."""
+    cause = refused(**fields).__cause__
+    assert isinstance(cause, ValidationError) and cause.error_count() < 5
+
+
+def test_more_messages_than_any_context_holds_are_refused_unread() -> None:
+    assert refused(messages=[{"role": "user", "content": ""}] * (MOST_MESSAGES + 1)).param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "written"),
+    [
+        ({"top_k": 4}, "thinker.top_k", "top_k"),
+        ({"sampling_params_list": [{"top_k": 4}]}, "thinker.top_k", "sampling_params_list.0.top_k"),
+        ({"sampling_params_list": [{}, {"top_k": 4}]}, "talker.top_k", "sampling_params_list.1.top_k"),
+        ({"max_tokens": 4}, "max_tokens", "max_tokens"),
+        ({"max_completion_tokens": 4}, "max_tokens", "max_completion_tokens"),
+        ({"sampling_params_list": [{"max_tokens": 4}]}, "max_tokens", "sampling_params_list.0.max_tokens"),
+        ({"speaker": "a", **SPOKEN}, "audio.voice", "speaker"),
+        ({"audio": {"voice": "a"}, "voice": "a", **SPOKEN}, "audio.voice", "audio.voice"),
+        ({}, "messages", "messages"),
+        ({}, None, None),
+    ],
+)
+def test_a_field_is_named_as_the_client_wrote_it(
+    fields: dict[str, Any], param: str | None, written: str | None
+) -> None:
+    assert parse(**fields).written(param) == written
+
+
+def test_an_empty_voice_is_not_the_default_one() -> None:
+    assert parse(**SPOKEN, audio={"voice": ""}).speaker_name == parse(**SPOKEN, speaker="").speaker_name == ""
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -128,6 +191,11 @@ def test_unknown_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"stop": 3}, "stop"),
         ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {" 5": 1}}, "logit_bias. 5"),
+        ({"logit_bias": {"5.0": 1}}, "logit_bias.5.0"),
+        ({"logit_bias": {"5": True}}, "logit_bias.5"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias.5"),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
@@ -155,6 +223,10 @@ def test_unknown_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"sampling_params_list": [{}, {}, {}, {}]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": -1}]}, "sampling_params_list.0.temperature"),
         ({"sampling_params_list": [{}, {"warmth": 1}]}, "sampling_params_list.1"),
+        ({"sampling_params_list": [{"temperature": "1"}]}, "sampling_params_list.0.temperature"),
+        ({"sampling_params_list": [{"logit_bias": {"5": float("inf")}}]}, "sampling_params_list.0.logit_bias.5"),
+        ({"sampling_params_list": [{"stop": ["x"] * 17}]}, "sampling_params_list.0.stop"),
+        ({"sampling_params_list": [{"stop": "x" * 1025}]}, "sampling_params_list.0.stop"),
         ({"sampling_params_list": [{}, {"stop": ["x"]}]}, "sampling_params_list.1.stop"),
         ({"sampling_params_list": [{}, {"stop_token_ids": [5]}]}, "sampling_params_list.1.stop_token_ids"),
         ({"sampling_params_list": [{}, {"logprobs": 0}]}, "sampling_params_list.1.logprobs"),
@@ -225,6 +297,8 @@ def test_audio_format_defaults_to_wav() -> None:
         ({"logprobs": False}, {}),
         ({"sampling_params_list": [{"top_k": 4}, {"top_k": 5}, {}], "top_p": 0.5}, {"top_p": 0.5, "top_k": 4}),
         ({"sampling_params_list": [{"top_p": 0.5}], "top_p": 0.5}, {"top_p": 0.5}),
+        ({"sampling_params_list": [{"top_p": None}]}, {}),
+        ({"sampling_params_list": [{"stop": "x"}]}, {"stop": "x"}),
     ],
 )
 def test_top_level_fields_are_the_thinkers(fields: dict[str, Any], thinker: dict[str, Any]) -> None:

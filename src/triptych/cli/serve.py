@@ -120,7 +120,7 @@ async def serving(
     """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests."""
     import uvicorn
 
-    from triptych.models.qwen3_omni.processor import Processor
+    from triptych.pipeline.launch import load_processor
     from triptych.pipeline.orchestrator import Orchestrator
     from triptych.server.app import create_app
 
@@ -139,7 +139,10 @@ async def serving(
             await super().startup(sockets)
             self.answering.set()
 
-    processor = Processor(plan.model_dir)
+    # A client that takes nothing for as long as a request may last has left, whatever its connection says.
+    patience_ms = min(int(1000 * plan.deploy.request_timeout_s), 2**31 - 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
+    processor = load_processor(plan)
     orchestrator = await Orchestrator.start(
         deploy=plan.deploy,
         model=str(plan.model_dir),
@@ -158,7 +161,15 @@ async def serving(
             api_key=api_key,
         )
         server = Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off")
+            uvicorn.Config(
+                app,
+                http="h11",  # not whatever is installed: this one bounds the headers
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_S,
+            )
         )
         answering = asyncio.create_task(server.answering.wait())
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -20,6 +20,7 @@ from triptych.errors import CapacityError, DeadlineError, RequestError, StageErr
 logger = logging.getLogger(__name__)
 
 LONGEST_SHOWN = 80
+_WORDS = {"list_type": "Input should be an array", "dict_type": "Input should be an object"}  # JSON's, not Python's
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = LONGEST_SHOWN
 STAGE_RETRY_AFTER = 5  # seconds until a stage that is being restarted is worth another try
@@ -109,7 +110,7 @@ def invalid_request(error: ValidationError) -> RequestError:
     if "key" in first.get("ctx", {}):  # an error of ours that is about one of the input's values
         value = value[first["ctx"]["key"]]
         path.append(cut(first["ctx"]["key"]))
-    param, kind, message = ".".join(path), first["type"], first["msg"]
+    param, kind, message = ".".join(path), first["type"], _WORDS.get(first["type"], first["msg"])
     if kind == "unknown":
         return RequestError(f"unknown field {param!r}", param, "unknown_parameter")
     if kind == "missing":

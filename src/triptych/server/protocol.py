@@ -31,6 +31,7 @@ TEXT_ONLY = "this server takes text input only"
 NO_TOOLS = "this server does not call tools"
 STAGES = ("thinker", "talker", "code2wav")
 MOST_METADATA = 16  # pairs, as in OpenAI's API
+MOST_MESSAGES = 16384  # as many as the longest context holds; and as many parts in one
 
 
 def _refuse(reason: str) -> BeforeValidator:
@@ -114,7 +115,9 @@ class TextPart(_Body):
 Content = Annotated[
     Annotated[str, Tag("(text)")]
     | Annotated[
-        list[Annotated[TextPart, BeforeValidator(_text_part)]], Field(min_length=1, fail_fast=True), Tag("(parts)")
+        list[Annotated[TextPart, BeforeValidator(_text_part)]],
+        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+        Tag("(parts)"),
     ],
     Discriminator(
         _content_kind,
@@ -159,7 +162,7 @@ class ResponseFormat(_Body):
 
 class ChatCompletionRequest(_Body):
     model: str
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
     modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)] | None = None
     audio: AudioOptions | None = None
