@@ -374,7 +374,7 @@ async def test_speech_stream_is_golden(
         "[DONE]",
     ]
     assert response.text == "".join(f"data: {line}\n\n" for line in golden)
-    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
 
 
 async def test_text_stream_has_no_audio_and_no_usage_unless_asked(client: httpx.AsyncClient) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import io
 import struct
-from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -64,16 +63,16 @@ def encodable(audio_format: AudioFormat) -> bool:
 
 def make_encoder(audio_format: AudioFormat, *, streaming: bool, sample_rate: int = 24000) -> Encoder:
     """An encoder for one reply. With `streaming` bytes come as soon as they can; else `finish` gives the whole file,
-    its header complete. Raises ValueError for a format that is not `encodable`."""
+    its header complete. `pcm16` has no header to wait for. Raises ValueError for a format that is not `encodable`."""
     if not encodable(audio_format):
         raise ValueError(f"this build has no {_CODECS[audio_format].encoder} encoder for {audio_format!r}")
     match audio_format:
         case "pcm16":
-            return PCMEncoder() if streaming else _Whole(PCMEncoder(), lambda _: b"")
+            return PCMEncoder()  # complete after every piece
         case "wav" if streaming:
             return StreamedWAVEncoder(sample_rate)
         case "wav":
-            return _Whole(PCMEncoder(), functools.partial(wav_header, sample_rate=sample_rate))
+            return _WholeWAVEncoder(sample_rate)
         case _:
             return CompressedEncoder(_CODECS[audio_format], streaming=streaming, sample_rate=sample_rate)
 
@@ -123,22 +122,22 @@ class StreamedWAVEncoder:
         return header
 
 
-class _Whole:
-    """Holds everything back until the end, then puts `header(number of bytes)` before it."""
+class _WholeWAVEncoder:
+    """Holds everything back until the end, when the header can tell how much there is."""
 
     blocking = False
 
-    def __init__(self, encoder: Encoder, header: Callable[[int], bytes]) -> None:
-        self._encoder, self._header = encoder, header
+    def __init__(self, sample_rate: int) -> None:
+        self._sample_rate = sample_rate
         self._parts: list[bytes] = []
 
     def encode(self, samples: NDArray[np.float32]) -> bytes:
-        self._parts.append(self._encoder.encode(samples))
+        self._parts.append(pcm16(samples).tobytes())
         return b""
 
     def finish(self) -> bytes:
         body = b"".join(self._parts)
-        return self._header(len(body)) + body
+        return wav_header(len(body), sample_rate=self._sample_rate) + body
 
 
 class _Sink:

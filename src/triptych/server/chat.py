@@ -64,13 +64,10 @@ class Events:
         """The next event; after Done there is none. Raises what the pipeline raises."""
         try:
             event = await self._stream.__anext__()
-            if isinstance(event, Done) and event.finish_reason == "abort":
-                raise CapacityError("the request was cancelled on the server", status=503)
         except StopAsyncIteration:
             raise StageError("the pipeline ended the request without a result", "pipeline") from None
-        except Exception as error:
-            self._clock.end(error)
-            raise
+        if isinstance(event, Done) and event.finish_reason == "abort":
+            raise CapacityError("the request was cancelled on the server", status=503)
         self._clock.saw(event)
         return event
 

@@ -52,7 +52,7 @@ def _text_part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
         raise PydanticCustomError(
-            "unsupported", "a part of type '{kind}'; {reason}", {"kind": kind, "reason": TEXT_ONLY}
+            "unsupported", "a part of type {kind}; {reason}", {"kind": shown(kind), "reason": TEXT_ONLY}
         )
     return part
 

@@ -38,7 +38,9 @@ class EventResponse(StreamingResponse):
     def __init__(
         self, events: AsyncGenerator[bytes], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
     ) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+        # The last one keeps a proxy (nginx) from collecting the events.
+        own = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type="text/event-stream", headers={**own, **headers})
         self._events = events
         self._close = close
 
