@@ -377,6 +377,14 @@ async def test_speech_stream_is_golden(
     assert response.headers["cache-control"] == "no-cache" and response.headers["x-accel-buffering"] == "no"
 
 
+async def test_an_event_is_one_line_whatever_its_text(client: httpx.AsyncClient, pipeline: FakeOrchestrator) -> None:
+    text = "".join(map(chr, [*range(0x100), *range(0x2000, 0x2100), 0xFEFF, 0x1F389]))
+    pipeline.script = [TextDelta(text=text, num_tokens=1), TEXT_SCRIPT[-1]]
+    lines = (await post(client, BASE | {"stream": True})).text.splitlines()  # as httpx's iter_lines does, too
+    assert all(line.startswith("data: ") for line in lines if line)
+    assert json.loads(lines[2].removeprefix("data: "))["choices"][0]["delta"] == {"content": text}
+
+
 async def test_text_stream_has_no_audio_and_no_usage_unless_asked(client: httpx.AsyncClient) -> None:
     events = events_of(await post(client, BASE | {"stream": True}))
     assert events[-1] == "[DONE]"

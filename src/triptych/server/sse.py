@@ -24,8 +24,11 @@ class ClientGone(Exception):
 
 
 def event(data: Mapping[str, Any]) -> bytes:
-    """One server-sent event with a JSON object."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+    """One server-sent event with a JSON object. It is one line, also for clients that know Unicode's ends of lines."""
+    line = msgspec.json.encode(data)
+    for end in ("\u0085", "\u2028", "\u2029"):
+        line = line.replace(end.encode(), f"\\u{ord(end):04x}".encode())
+    return b"data: " + line + b"\n\n"
 
 
 class EventResponse(StreamingResponse):
