@@ -277,3 +277,26 @@ def test_no_logprobs_are_computed_when_no_row_asks() -> None:
     sampler = Sampler(num_slots=1, vocab_size=8, device="cpu")
     sampler.admit(0, GREEDY)
     assert sampler.sample(torch.zeros(1, 8), [0], [0], TEXT).logprobs is None
+
+
+def test_a_draw_from_the_best_alone_is_the_draw_from_all() -> None:
+    """A few rows take another way to the same tokens, ties at the cut included."""
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(300):
+        logits = torch.randn(8, 512, generator=generator) * 3
+        if trial % 3 == 0:
+            logits = (logits * 2).round() / 2  # many ties
+        uniforms = torch.rand(8, generator=generator, dtype=torch.float64)
+        together = draw_top(logits, uniforms, temperature=0.8, top_k=50, top_p=(1.0, 0.8, 0.3)[trial % 3])
+        for size in (1, 2, 4):
+            apart = [
+                draw_top(
+                    logits[row : row + size],
+                    uniforms[row : row + size],
+                    temperature=0.8,
+                    top_k=50,
+                    top_p=(1.0, 0.8, 0.3)[trial % 3],
+                )
+                for row in range(0, 8, size)
+            ]
+            assert torch.equal(torch.cat(apart), together)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 UNIT = 2.0**34  # weight of the most likely token; one less likely by more than this factor is never drawn
 GREEDY = 1e-5  # a temperature below this is greedy
+_FEW_ROWS = 4  # up to so many rows, selecting from each costs less than work over the whole vocabulary
+_FEW = 64  # whole vector registers, so that every row's weights come from vector code, here and there
 _NUCLEUS = 1024  # where a nucleus most often ends; looked at before a whole row is sorted
 _CACHED = 2**19  # on CPU, more numbers than this are accumulated in pieces: fresh memory costs more than the sums
 
@@ -28,12 +30,39 @@ def draw_top(logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int
     if temperature < GREEDY:
         return logits.argmax(-1)
     x = logits.float()
+    if x.device.type == "cpu" and x.shape[0] <= _FEW_ROWS and 0 < top_k < _FEW < x.shape[1]:
+        few = _draw_from_few(x, uniforms, temperature, top_k, top_p)
+        if few is not None:
+            return few
     weights = token_weights(x, x.amax(-1, keepdim=True), temperature)
     if 0 < top_k < x.shape[1]:
         keep_at_least(weights, top_cut(weights, top_k, None, top_p if top_p < 1.0 else None))
     elif top_p < 1.0:
         keep_at_least(weights, nucleus_cut(weights, top_p))
     return invert(weights, uniforms.unsqueeze(1))
+
+
+def _draw_from_few(x: Tensor, uniforms: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor | None:
+    """The draw of `draw_top` from the largest logits alone: the same token, in half the time for a row or two.
+
+    None where weights tie at the cut of top_k: then tokens beyond the largest are kept too. Sums of weights are exact,
+    so leaving out what has no weight changes nothing.
+    """
+    best = x.topk(_FEW, -1)
+    weights = token_weights(best.values, best.values[:, :1], temperature).numpy().astype(np.float64)
+    if ((weights[:, top_k - 1] == weights[:, top_k]) & (weights[:, top_k] > 0.0)).any():
+        return None
+    kept = weights[:, :top_k]
+    if top_p < 1.0:
+        better = kept.cumsum(1) - kept
+        last = (better < kept.sum(1, keepdims=True) * top_p).sum(1, keepdims=True) - 1
+        kept = np.where(kept >= np.take_along_axis(kept, last, 1), kept, 0.0)
+    ids = best.indices.numpy()[:, :top_k]
+    order = ids.argsort(1)
+    cumulative = np.take_along_axis(kept, order, 1).cumsum(1)
+    target = (cumulative[:, -1:] - 1.0) * uniforms.numpy()[:, None]
+    place = (cumulative <= target).sum(1, keepdims=True).clip(max=top_k - 1)
+    return torch.from_numpy(np.take_along_axis(np.take_along_axis(ids, order, 1), place, 1)[:, 0])
 
 
 def token_weights(x: Tensor, peak: Tensor, temperature: float | Tensor) -> Tensor:

@@ -197,16 +197,17 @@ class TalkerStage:
         self, requests: list[SpeechRows], hidden: Tensor, first: Tensor, slots: list[int], positions: list[int]
     ) -> list[list[int]]:
         """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
-        count, padding = len(requests), hidden.shape[0] - len(requests)
+        count = len(requests)
+        # Padding repeats the first row, so it repeats what the first row drew.
+        pad = torch.tensor([*range(count), *[0] * (hidden.shape[0] - count)], device=self.device)
         uniforms = torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device)
         cold = [speech.engine.params.temperature == 0 for speech in requests]
         greedy = torch.tensor(cold, device=self.device) if any(cold) else None
 
         def draw(logits: Tensor, index: int) -> Tensor:
-            # Padding repeats the first row, so it repeats what the first row drew.
-            return _pad(self._draw_residual(logits[:count], uniforms[:, index], greedy, all(cold)), padding)
+            return self._draw_residual(logits[:count], uniforms[:, index], greedy, all(cold))[pad]
 
-        codes = self.model.residual_codes(hidden, _pad(first, padding), draw)
+        codes = self.model.residual_codes(hidden, first[pad], draw)
         frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes[:count]), dim=1).tolist()
         return frames
 
@@ -275,8 +276,3 @@ class TalkerStage:
             self.sampler.release(speech.engine.slot)
         self.receiver.close(speech.engine.request_id)
         self.scheduler.finish(speech.engine, reason)
-
-
-def _pad(codes: Tensor, padding: int) -> Tensor:
-    """codes [S] with the first repeated `padding` times behind them."""
-    return torch.cat((codes, codes[:1].expand(padding))) if padding else codes
