@@ -50,19 +50,22 @@ def _draw_from_few(x: Tensor, uniforms: Tensor, temperature: float, top_k: int, 
     """
     best = x.topk(_FEW, -1)
     weights = token_weights(best.values, best.values[:, :1], temperature).numpy().astype(np.float64)
-    if ((weights[:, top_k - 1] == weights[:, top_k]) & (weights[:, top_k] > 0.0)).any():
-        return None
-    kept = weights[:, :top_k]
-    if top_p < 1.0:
-        better = kept.cumsum(1) - kept
-        last = (better < kept.sum(1, keepdims=True) * top_p).sum(1, keepdims=True) - 1
-        kept = np.where(kept >= np.take_along_axis(kept, last, 1), kept, 0.0)
-    ids = best.indices.numpy()[:, :top_k]
-    order = ids.argsort(1)
-    cumulative = np.take_along_axis(kept, order, 1).cumsum(1)
-    target = (cumulative[:, -1:] - 1.0) * uniforms.numpy()[:, None]
-    place = (cumulative <= target).sum(1, keepdims=True).clip(max=top_k - 1)
-    return torch.from_numpy(np.take_along_axis(np.take_along_axis(ids, order, 1), place, 1)[:, 0])
+    tokens = best.indices.numpy()
+    drawn = np.empty(len(tokens), dtype=np.int64)
+    for row, (weight, token, uniform) in enumerate(zip(weights, tokens, uniforms.tolist(), strict=True)):
+        if weight[top_k - 1] == weight[top_k] > 0.0:
+            return None
+        kept = weight[:top_k]
+        if top_p < 1.0:
+            total = kept.cumsum()
+            # The weight that brings the sum to top_p is the last one kept, and those that tie with it.
+            last = int((total - kept).searchsorted(total[-1] * top_p)) - 1
+            kept = np.where(kept >= kept[last], kept, 0.0)
+        order = token[:top_k].argsort()
+        cumulative = kept[order].cumsum()
+        place = int(cumulative.searchsorted((cumulative[-1] - 1.0) * uniform, side="right"))
+        drawn[row] = token[order[min(place, top_k - 1)]]
+    return torch.from_numpy(drawn)
 
 
 def token_weights(x: Tensor, peak: Tensor, temperature: float | Tensor) -> Tensor:
