@@ -47,9 +47,16 @@ def locate(model: str) -> Path:
     A small model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
     Raises CheckpointError when there is no such thing.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
+    try:
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return folder.resolve()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # a name too long, an unknown ~user, a folder not to be entered
+        raise CheckpointError(f"{model!r:.200} cannot be a checkpoint folder: {error!s:.200}") from error
     for size in SYNTHETIC:
         if model == size:
             return ensure_checkpoint(size)
@@ -66,9 +73,11 @@ def family(model_dir: Path) -> ModelFamily:
         model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist: {model_dir} is not a checkpoint folder") from error
-    except (ValueError, AttributeError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a model config: {error}") from error
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(f"{path}: model_type {model_type!r} is not served; served: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 

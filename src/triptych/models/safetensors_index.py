@@ -8,6 +8,7 @@ A file is an 8-byte little-endian header length, that much JSON ({name: {dtype, 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from triptych.errors import CheckpointError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_LFS_POINTER = int.from_bytes(b"version ", "little")  # how the text file begins that Git LFS leaves in place of one
 _MAX_HEADER = 100_000_000  # the format's own limit, in bytes
 
 
@@ -39,7 +41,7 @@ def tensor_index(model_dir: str | Path, wanted: Callable[[str], bool] = lambda n
     folder = Path(model_dir)
     if (folder / INDEX).exists():
         return _sharded(folder, wanted)
-    if not (folder / SINGLE).exists():
+    if not os.path.lexists(folder / SINGLE):
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}")
     return {name: tensor for name, tensor in read_header(folder / SINGLE).items() if wanted(name)}
 
@@ -53,6 +55,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         size = path.stat().st_size
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    if length == _LFS_POINTER:
+        raise CheckpointError(f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` there")
     if size < 8 + length <= 8 + _MAX_HEADER:
         raise CheckpointError(f"{path} is truncated: {size} bytes, and its header alone should have {8 + length}")
     try:
@@ -60,7 +64,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         tensors = {name: _stored(path, entry) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is corrupt: its header is not that of a safetensors file") from error
     if size != 8 + length + end:
         state = "truncated" if size < 8 + length + end else "corrupt"
@@ -98,7 +102,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         files = dict(weight_map).values()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a JSON object with a weight_map") from error
     for file in files:
         if not isinstance(file, str) or Path(file).name != file:

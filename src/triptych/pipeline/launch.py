@@ -11,8 +11,10 @@ from triptych.config.load import load_deploy, located
 from triptych.config.platform import Platform, detect_platform, num_cuda_devices
 from triptych.config.resolve import resolve
 from triptych.config.schema import DeployConfig, StageKind
-from triptych.errors import ConfigError
+from triptych.errors import CheckpointError, ConfigError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
+from triptych.models.qwen3_omni.processor import Processor
+from triptych.models.qwen3_omni.synthetic_cache import MARKER
 from triptych.models.registry import SYNTHETIC, family, locate
 from triptych.pipeline.limits import check_limits
 
@@ -57,9 +59,26 @@ def plan(
     return LaunchPlan(name=model, model_dir=model_dir, config=config, deploy=deploy, profile=profile)
 
 
+def load_processor(plan: LaunchPlan) -> Processor:
+    """The tokenizer and chat template of a plan's checkpoint.
+
+    Raises CheckpointError when they cannot be read, or do not go with config.json.
+    """
+    processor = Processor(plan.model_dir)
+    for name in ("im_start_token_id", "im_end_token_id"):
+        token_id = getattr(plan.config, name)
+        if not processor.is_special(token_id):
+            raise CheckpointError(
+                f"the tokenizer in {plan.model_dir} has no special token of the id {token_id}, as config.json's {name} "
+                "says: a tokenizer file is missing, or comes from another model"
+            )
+    return processor
+
+
 def _profile(model: str, model_dir: Path, platform: Platform) -> str:
     served = family(model_dir)
-    return SYNTHETIC_PROFILE if model in SYNTHETIC else served.profile(platform, num_cuda_devices())
+    small = model in SYNTHETIC or (model_dir / MARKER).exists()
+    return SYNTHETIC_PROFILE if small else served.profile(platform, num_cuda_devices())
 
 
 def _contexts(config: OmniConfig) -> dict[StageKind, int]:

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from triptych.config.platform import Platform
 from triptych.errors import ConfigError, RequestError, TriptychError
 from triptych.log import LEVELS
-from triptych.models.qwen3_omni.processor import Processor
-from triptych.pipeline.launch import plan
+from triptych.pipeline.launch import load_processor, plan
 from triptych.pipeline.orchestrator import Orchestrator
 from triptych.pipeline.prepare import prepare
 from triptych.pipeline.request import AudioDelta, Done, GenerationRequest, TextDelta
@@ -77,7 +76,7 @@ class Omni:
             stage_overrides=stage_overrides,
             text_only=text_only,
         )
-        self._processor = Processor(self._plan.model_dir)
+        self._processor = load_processor(self._plan)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="triptych", daemon=True)
         self._thread.start()

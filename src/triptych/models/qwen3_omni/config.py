@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from triptych.errors import CheckpointError
+from triptych.models.qwen3_omni.config_check import check_config
 
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,13 +121,18 @@ def load_config(model_dir: str | Path) -> OmniConfig:
     raw = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(raw, generation, str(folder / "config.json"))
+    config = parse_config(raw, generation, str(folder / "config.json"))
+    try:
+        check_config(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
+    return config
 
 
 def parse_config(
     raw: dict[str, Any], generation: dict[str, Any] | None = None, origin: str = "config.json"
 ) -> OmniConfig:
-    """The same from parsed JSON. `origin` names the source in errors."""
+    """The same from parsed JSON, without the checks of its numbers. `origin` names the source in errors."""
     if raw.get("model_type") != "qwen3_omni_moe":
         raise CheckpointError(f"{origin}: model_type {raw.get('model_type')!r} is not 'qwen3_omni_moe'")
     try:
@@ -138,13 +144,15 @@ def parse_config(
 
 
 def _omni(raw: dict[str, Any], generation: dict[str, Any]) -> OmniConfig:
-    thinker = raw["thinker_config"]
+    thinker = _part(raw, "thinker_config")
     speaks = raw.get("enable_audio_output", True)
-    eos = generation.get("eos_token_id", raw.get("im_end_token_id", 151645))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = raw.get("im_end_token_id", 151645)
     return OmniConfig(
-        thinker=_decoder(thinker["text_config"], theta=1_000_000.0, multimodal=True),
-        talker=_talker(raw["talker_config"]) if speaks else None,
-        code2wav=_code2wav(raw["code2wav_config"]) if speaks else None,
+        thinker=_decoder(_part(thinker, "text_config"), theta=1_000_000.0, multimodal=True),
+        talker=_talker(_part(raw, "talker_config")) if speaks else None,
+        code2wav=_code2wav(_part(raw, "code2wav_config")) if speaks else None,
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         im_start_token_id=raw.get("im_start_token_id", 151644),
         im_end_token_id=raw.get("im_end_token_id", 151645),
@@ -157,16 +165,16 @@ def _omni(raw: dict[str, Any], generation: dict[str, Any]) -> OmniConfig:
         audio_token_id=thinker.get("audio_token_id", 151646),
         image_token_id=thinker.get("image_token_id", 151655),
         video_token_id=thinker.get("video_token_id", 151656),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (int(eos),),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
     )
 
 
 def _talker(raw: dict[str, Any]) -> TalkerConfig:
-    text = _decoder(raw["text_config"], theta=1_000_000.0, multimodal=True, norm_topk_prob=False)
+    text = _decoder(_part(raw, "text_config"), theta=1_000_000.0, multimodal=True, norm_topk_prob=False)
     return TalkerConfig(
         # HF's Talker layers are sparse whatever these two keys say.
         text=msgspec.structs.replace(text, decoder_sparse_step=1, mlp_only_layers=()),
-        code_predictor=_decoder(raw["code_predictor_config"], theta=10_000.0, multimodal=False),
+        code_predictor=_decoder(_part(raw, "code_predictor_config"), theta=10_000.0, multimodal=False),
         num_code_groups=raw.get("num_code_groups", 32),
         thinker_hidden_size=raw.get("thinker_hidden_size", 2048),
         accept_hidden_layer=raw.get("accept_hidden_layer", 18),
@@ -176,36 +184,54 @@ def _talker(raw: dict[str, Any]) -> TalkerConfig:
         codec_think_eos_id=raw.get("codec_think_eos_id", 4205),
         codec_pad_id=raw.get("codec_pad_id", 4196),
         codec_bos_id=raw.get("codec_bos_id", 4197),
-        speaker_id={name.lower(): int(index) for name, index in (raw.get("speaker_id") or {}).items()},
+        speaker_id={name.lower(): index for name, index in _part(raw, "speaker_id", {}).items()},
     )
 
 
 def _decoder(raw: dict[str, Any], *, theta: float, multimodal: bool, norm_topk_prob: bool = True) -> DecoderConfig:
     _expect_silu(raw)
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = _part(raw, "rope_parameters", _part(raw, "rope_scaling", {}))
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(f"rope_type {rope.get('rope_type')!r} is not supported; only 'default' is")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     values = {name: raw[name] for name in DecoderConfig.__struct_fields__ if raw.get(name) is not None}
     values |= {
         "num_experts": raw.get("num_experts", raw.get("num_local_experts", 128)) if multimodal else 0,
-        "head_dim": raw.get("head_dim") or hidden // heads,
+        "head_dim": raw.get("head_dim") or _head_dim(hidden, heads),
         "rope_theta": float(rope.get("rope_theta") or raw.get("rope_theta") or theta),
         "mrope_section": rope.get("mrope_section", (24, 20, 20)) if multimodal else None,
         "norm_topk_prob": raw.get("norm_topk_prob", norm_topk_prob),
     }
     values.setdefault("intermediate_size", 0)
+    if values["num_experts"]:
+        values.setdefault("num_experts_per_tok", 8)
     return msgspec.convert(values, DecoderConfig)
 
 
 def _code2wav(raw: dict[str, Any]) -> Code2WavConfig:
     _expect_silu(raw)
-    rope = raw.get("rope_parameters") or {}
+    rope = _part(raw, "rope_parameters", {})
     values = {name: raw[name] for name in Code2WavConfig.__struct_fields__ if raw.get(name) is not None}
     hidden, heads = values.get("hidden_size", 1024), values.get("num_attention_heads", 16)
-    values["head_dim"] = raw.get("head_dim") or hidden // heads
+    values["head_dim"] = raw.get("head_dim") or _head_dim(hidden, heads)
     values["rope_theta"] = float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     return msgspec.convert(values, Code2WavConfig)
+
+
+def _part(raw: dict[str, Any], key: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A mapping inside a mapping; `default` where it is missing, null or empty."""
+    if default is not None and not raw.get(key):
+        return default
+    value = raw[key]
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} is not a JSON object")
+    return value
+
+
+def _head_dim(hidden_size: Any, num_heads: Any) -> int:
+    if not isinstance(hidden_size, int) or not isinstance(num_heads, int) or num_heads < 1:
+        raise ValueError(f"hidden_size {hidden_size!r} and num_attention_heads {num_heads!r} give no head_dim")
+    return hidden_size // num_heads
 
 
 def _expect_silu(raw: dict[str, Any]) -> None:
@@ -218,9 +244,9 @@ def _expect_silu(raw: dict[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
-    except ValueError as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")

@@ -58,6 +58,10 @@ class Processor:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         self._variables = {name: _token_content(settings[name]) for name in names if settings.get(name)}
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether an id is that of a token which only the chat template can write."""
+        return token_id in self._special_ids.values()
+
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt as one string, as the chat template writes it, ending with the header of the answer.
 
@@ -188,7 +192,7 @@ def _qwen_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Any:
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     path = folder / "chat_template.json"
     source = _read_json(path).get("chat_template") if path.exists() else settings.get("chat_template")
     if isinstance(source, list):  # several templates by name
@@ -244,12 +248,21 @@ def _token_content(token: Any) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(_read_text(path))
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} does not hold a JSON object")
     return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from error
 
 
 def _byte_alphabet() -> dict[str, int]:
