@@ -10,7 +10,7 @@ import torch
 
 from training.checkpoints import load_state
 from training.codec import Codec
-from training.recogniser import transcribe
+from training.recogniser import DOMAIN, transcribe
 from training.scoring import errors, word_error_rate
 from training.spectra import log_mel
 from training.speech import speech_store
@@ -31,11 +31,17 @@ def load_codec(work: Path) -> tuple[Codec, int]:
 
 @torch.no_grad()
 def evaluate(work: Path, count: int, depth: int = QUANTIZERS) -> dict[str, object]:
-    """Error rates over the first `count` held-out utterances, with the first `depth` codebooks alone."""
+    """Error rates in percent over the first `count` held-out utterances, with the first `depth` codebooks alone.
+
+    Heard twice: by a recogniser that expects words of the domain, and (`_open`) by one that expects any English.
+    """
     codec, step = load_codec(work)
     codec.decoder.code_embedding.weight.view(QUANTIZERS, -1, HIDDEN)[depth:] = 0
     store = speech_store(work, "held_out")
-    references, taught, rebuilt, voices, mels = [], [], [], [], []
+    references: list[str] = []
+    voices: list[str] = []
+    mels: list[float] = []
+    heard: dict[str, list[str]] = {"teacher": [], "codec": [], "teacher_open": [], "codec_open": []}
     for index in range(min(count, len(store))):
         utterance = store.utterances[index]
         speech = torch.from_numpy(store.waveform(index))
@@ -44,10 +50,11 @@ def evaluate(work: Path, count: int, depth: int = QUANTIZERS) -> dict[str, objec
         mels.append(float((log_mel(output[None, :whole]) - log_mel(speech[None, :whole])).abs().mean()))
         references.append(utterance.sentence)
         voices.append(utterance.voice)
-        taught.append(transcribe(speech.numpy()))
-        rebuilt.append(transcribe(output.numpy()))
-        if wrong := errors(references[-1], rebuilt[-1]):
-            print(f"  {wrong} ({voices[-1]}) {references[-1]!r} -> {rebuilt[-1]!r}", flush=True)
+        for name, prompt in (("", DOMAIN), ("_open", None)):
+            heard[f"teacher{name}"].append(transcribe(speech.numpy(), prompt))
+            heard[f"codec{name}"].append(transcribe(output.numpy(), prompt))
+        if wrong := errors(references[-1], heard["codec"][-1]):
+            print(f"  {wrong} ({voices[-1]}) {references[-1]!r} -> {heard['codec'][-1]!r}", flush=True)
 
     def rate(transcripts: list[str], voice: str | None = None) -> float:
         pairs = [
@@ -60,8 +67,8 @@ def evaluate(work: Path, count: int, depth: int = QUANTIZERS) -> dict[str, objec
     report: dict[str, object] = {"step": step, "depth": depth, "utterances": len(references)}
     report["log_mel"] = round(sum(mels) / len(mels), 4)
     for voice in (None, *VOICES):
-        report[f"wer_teacher_{voice or 'all'}"] = rate(taught, voice)
-        report[f"wer_codec_{voice or 'all'}"] = rate(rebuilt, voice)
+        for name, transcripts in heard.items():
+            report[f"wer_{name}_{voice or 'all'}"] = rate(transcripts, voice)
     with (work / "codec" / "evaluation.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(report) + "\n")
     return report
