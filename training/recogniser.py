@@ -15,7 +15,7 @@ from training.teacher import SAMPLE_RATE, Waveform
 _RATE = 16_000
 _SILENCE = int(0.2 * _RATE)
 _MAX_TOKENS = 96  # it repeats itself on noise
-# Words of the domain, in the recogniser's own spelling. It names no sentence, so it cannot make wrong speech right.
+# Words of the domain as the recogniser spells them. No sentence is named, so wrong speech stays wrong.
 DOMAIN = (
     "Say: red star, blue circle, purple triangle, white diamond, orange heart, green cross, black square, yellow, left, "
     "right, up, down, zero, one hundred twenty seven, eighty eight minus sixteen, times, plus, roof, window, garden, "
