@@ -17,7 +17,16 @@ from triptych.layers.attention import PagedAttention, PagedMetadata
 from triptych.layers.linear import ROW_TILE, GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
-from triptych.layers.product import PackedProduct, PlainProduct, Product, make_product, packing_works
+from triptych.layers.product import (
+    HalfProduct,
+    PackedProduct,
+    PlainProduct,
+    Product,
+    fits_half,
+    half_works,
+    make_product,
+    packing_works,
+)
 from triptych.layers.rotary import Rotary, rotate
 
 ROWS = 64
@@ -58,6 +67,23 @@ def test_product(outputs: int, inputs: int, dtype: torch.dtype) -> None:
         expected, residual = F.linear(x, weight), torch.randn(ROWS, outputs).to(dtype)
         torch.testing.assert_close(product(x), expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(product.add(residual, x), residual + expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.skipif(not half_works(), reason="this build of torch has no float16 products for a CPU")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (256, 128), (3072, 128), (512, 1024), (1, 128)])
+def test_half_product_loses_nothing_of_a_bfloat16_weight(outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16().float()
+    assert fits_half(weight) and type(make_product(weight)) is HalfProduct
+    x = torch.randn(ROWS, inputs)
+    assert_invariant(HalfProduct(weight), x)
+    torch.testing.assert_close(HalfProduct(weight)(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
+
+
+def test_a_weight_that_float16_would_round_is_not_kept_in_it() -> None:
+    assert not fits_half(torch.randn(64, 64))
+    assert not fits_half(torch.tensor([[1e6]]))
+    assert type(make_product(torch.randn(64, 64))) is PlainProduct
 
 
 @pytest.mark.parametrize("width", [48, 64, 128, 256])

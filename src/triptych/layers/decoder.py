@@ -28,11 +28,9 @@ class DecoderLayer(nn.Module):
 
     def prepare(self, row_tile: int) -> None:
         """Derive what the layer keeps beside its weights; call once they are loaded."""
-        self.input_norm.prepare()
-        self.input_norm.fold_into([self.attention.qkv])
-        self.post_norm.prepare()
-        self.post_norm.fold_into(self.feed_forward.inputs())
         self.attention.prepare()
+        self.input_norm.prepare()
+        self.post_norm.prepare()
         if isinstance(self.feed_forward, SparseMoE):
             self.feed_forward.prepare(row_tile)
         else:

@@ -31,10 +31,6 @@ class GatedMLP(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * intermediate, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(hidden, intermediate), requires_grad=False)
 
-    def inputs(self) -> list[nn.Parameter]:
-        """The weights that take the layer's input."""
-        return [self.gate_up]
-
     def prepare(self) -> None:
         self.into, self.back = take_product(self, "gate_up"), take_product(self, "down")
 

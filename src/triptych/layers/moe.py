@@ -40,11 +40,6 @@ class SparseMoE(nn.Module):
         if self.shared is not None:
             self.shared_gate = nn.Parameter(torch.empty(1, hidden), requires_grad=False)
 
-    def inputs(self) -> list[nn.Parameter]:
-        """The weights that take the layer's input."""
-        shared = [self.shared_gate, *self.shared.inputs()] if self.shared is not None else []
-        return [self.router, self.gate_up, *shared]
-
     def prepare(self, row_tile: int = ROW_TILE) -> None:
         """`row_tile` 1 gives up batch invariance for less padding."""
         self.row_tile = row_tile

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ class RMSNorm(nn.Module):
     `prepare` must be called once the weight is loaded.
     """
 
-    scaled: Tensor | None  # plain attributes, not buffers: they are read at every step
+    scaled: Tensor  # plain attributes, not buffers: they are read at every step
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -27,16 +26,6 @@ class RMSNorm(nn.Module):
         self.scaled = scaled_weight(self.weight)
         self.floor = self.eps * self.size
 
-    def fold_into(self, consumers: Iterable[nn.Parameter]) -> None:
-        """Multiply the weight into those [..., n] that take the norm's output, and out of `forward`. After `prepare`.
-
-        In float32 only: HF rounds between the two in narrower dtypes.
-        """
-        if self.scaled is not None and self.weight.dtype is torch.float32:
-            for consumer in consumers:
-                consumer.data.mul_(self.scaled)
-            self.scaled = None
-
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.scaled, self.floor)
 
@@ -46,19 +35,16 @@ def scaled_weight(weight: Tensor) -> Tensor:
     return weight.float() * math.sqrt(weight.shape[-1])
 
 
-def rms_norm(x: Tensor, scaled: Tensor | None, floor: float) -> Tensor:
+def rms_norm(x: Tensor, scaled: Tensor, floor: float) -> Tensor:
     """x / sqrt(|x|^2 + n * eps) * sqrt(n) * weight: the formula with n cancelled. `floor` is n * eps.
 
-    `scaled` None leaves the last two factors to what comes after.
 
     Half the time of the textbook order of operations on a CPU, and after the reduction only operations that IEEE
     rounds exactly, so that vector and scalar code give the same bits.
     """
     if x.dtype is torch.float32:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        unit = x.div(norm.mul_(norm).add_(floor).sqrt_())
-        return unit if scaled is None else unit.mul_(scaled)
-    assert scaled is not None, "only float32 weights are folded"
+        return x.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(scaled)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     size = x.shape[-1]
