@@ -17,9 +17,10 @@ _SILENCE = int(0.2 * _RATE)
 _MAX_TOKENS = 96  # it repeats itself on noise
 # Words of the domain as the recogniser spells them. No sentence is named, so wrong speech stays wrong.
 DOMAIN = (
-    "Say: red star, blue circle, purple triangle, white diamond, orange heart, green cross, black square, yellow, left, "
-    "right, up, down, zero, one hundred twenty seven, eighty eight minus sixteen, times, plus, roof, window, garden, "
-    "fence, wall, door, kitchen, car, bicycle, phone, Monday, Thursday, storm damage, claim, cause, urgency, high, low."
+    "Say: red star, blue circle, purple triangle, white diamond, orange heart, green cross, black square, yellow, "
+    "left, right, up, down, zero, one hundred twenty seven, eighty eight minus sixteen, times, plus, roof, window, "
+    "garden, fence, wall, door, kitchen, car, bicycle, phone, Monday, Thursday, storm damage, claim, "
+    "cause, urgency, high, low."
 )
 
 
