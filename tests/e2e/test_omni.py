@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from triptych import Omni
-from triptych.errors import RequestError, TriptychError
+from triptych.errors import ConfigError, RequestError, TriptychError
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,57 @@ def test_arguments_that_are_wrong_for_all_are_refused(omni: Omni) -> None:
         omni.generate("Hello.", voice="chelsie")
     with pytest.raises(RequestError, match="2 seeds for 1 prompts"):
         omni.generate(["Hello."], seed=[1, 2])
+    message = {"role": "user", "content": "Hello."}
+    wrong: list[tuple[str, Any, dict[str, Any]]] = [
+        ("a list in a list", [message], {}),
+        ("dict is not a string", message, {}),
+        ("NoneType is not a string", None, {}),
+        ("modalities 'text' is not a list", "Hello.", {"modalities": "text"}),
+        ("1.5 is not a whole number", "Hello.", {"seed": 1.5}),
+        ("'x' is not a whole number", ["Hello."], {"seed": ["x"]}),
+        ("not a mapping", "Hello.", {"thinker": [1]}),
+        ("5 is not the name of a voice", "Hello.", {"modalities": ["audio"], "voice": 5}),
+        ("half a surrogate pair", "\ud800", {}),
+        ("half a surrogate pair", "Hello.", {"thinker": {"stop": ["\ud800"]}}),
+    ]
+    for complaint, prompts, options in wrong:
+        with pytest.raises(RequestError, match=complaint):
+            omni.generate(prompts, **options)
     assert omni.generate([]) == []
+
+
+def test_messages_are_those_of_the_chat_api(omni: Omni) -> None:
+    user = {"role": "user", "content": "Hello."}
+    texts = [
+        omni.generate([[{"role": role, "content": "Be brief."}, user]], thinker={"max_tokens": 4})[0].text
+        for role in ("system", "developer")
+    ]
+    assert texts[0] == texts[1] != ""
+    [output] = omni.generate([[user | {"tool_calls": []}]])
+    assert isinstance(output.error, RequestError)
+
+
+def test_numpy_integers_are_seeds(omni: Omni) -> None:
+    options: dict[str, Any] = {"thinker": {"temperature": 1.0, "max_tokens": 8}}
+    prompts = ["Hello."] * 2
+    numpy_seeds = [output.text for output in omni.generate(prompts, seed=list(np.arange(2)), **options)]
+    assert numpy_seeds == [output.text for output in omni.generate(prompts, seed=[0, 1], **options)]
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"platform": "gpu"}, "platform: 'gpu' is not one of cpu, cuda"),
+        ({"stage_overrides": [1]}, "stage_overrides: expected a mapping"),
+        ({"stage_overrides": {1: None}}, "stage_overrides.1: expected a mapping"),
+        ({"deploy_config": ""}, "'' is neither a file nor a profile"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_anything_starts(
+    tiny: Path, options: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Omni(tiny, **options)
 
 
 def test_a_closed_omni_says_so(tiny: Path) -> None:

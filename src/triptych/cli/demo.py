@@ -20,6 +20,7 @@ from triptych.cli.options import (
     Model,
     PlatformOption,
     StageOverrides,
+    check_writable,
     make_plan,
     stoppable,
 )
@@ -47,8 +48,7 @@ def command(
     from triptych.models.registry import SYNTHETIC
 
     log.configure(log_level.value)
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a folder; --out cannot be written")
+    check_writable(out)
     with stoppable():
         plan = make_plan(model, deploy_config, platform, stage_overrides)
         if plan.config.default_speaker is None or plan.deploy.stage("code2wav") is None:
@@ -102,7 +102,7 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
     }
     try:
         async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
-            with wave.open(str(out), "wb") as file:
+            with out.open("wb") as raw, wave.open(raw, "wb") as file:
                 file.setparams((1, 2, plan.config.sample_rate, 0, "NONE", ""))
                 started = time.monotonic()
                 async with await client.chat.completions.create(**request) as stream:
@@ -112,6 +112,8 @@ async def _ask(plan: LaunchPlan, base_url: str, prompt: str, out: Path, seed: in
                 answer.audio_s = file.tell() / plan.config.sample_rate
     except openai.OpenAIError as error:
         raise TriptychError(f"the request failed: {error}") from error
+    except OSError as error:
+        raise TriptychError(f"{out} cannot be written: {error.strerror or error}") from error
     if not answer.audio_s:
         raise TriptychError("the model ended its speech before it began; try another --prompt or --seed")
     return answer

@@ -17,9 +17,10 @@ from triptych.cli.options import (
     PlatformName,
     PlatformOption,
     StageOverrides,
+    check_writable,
     stoppable,
 )
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, TriptychError
 
 
 def command(
@@ -49,12 +50,15 @@ def command(
         raise ConfigError(f"--out takes speech, but --modalities is {modalities!r}; add audio, or leave --out out")
     if voice is not None and out is None:
         raise ConfigError("--voice is for speech; give --out answer.wav as well")
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a folder; --out cannot be written")
+    if out is not None:
+        check_writable(out)
+    from triptych.config.sampling import sampling_params
+
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": prompt})
     given = {"max_tokens": max_tokens, "temperature": temperature}
     thinker = {name: value for name, value in given.items() if value is not None}
+    sampling_params(thinker | ({} if seed is None else {"seed": seed}), "thinker")  # before minutes of loading
     log.configure(log_level.value)
     with stoppable():
         _run(model, messages, wanted, voice, seed, thinker, out, deploy_config, stage_overrides, platform, log_level)
@@ -99,6 +103,9 @@ def _run(
     summary = f"{output.text_tokens} tokens, finish_reason {output.finish_reason}"
     if out is not None and output.audio is not None:
         encoder = make_encoder("wav", streaming=False, sample_rate=output.sample_rate)
-        out.write_bytes(encoder.encode(output.audio) + encoder.finish())
+        try:
+            out.write_bytes(encoder.encode(output.audio) + encoder.finish())
+        except OSError as error:
+            raise TriptychError(f"{out} cannot be written: {error.strerror or error}") from error
         summary += f", {output.audio.size / output.sample_rate:.2f} s of speech in {out}"
     typer.echo(f"loaded in {loaded - started:.1f} s, answered in {took:.2f} s: {summary}", err=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from triptych.errors import ConfigError
 
 if TYPE_CHECKING:
     from triptych.pipeline.launch import LaunchPlan
@@ -72,6 +76,14 @@ def make_plan(
         stage_overrides=parse_stage_overrides(stage_overrides) if stage_overrides is not None else {},
         text_only=text_only,
     )
+
+
+def check_writable(out: Path) -> None:
+    """Find out before a model is loaded whether its speech has a file to go to. Raises ConfigError."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"{out.parent} is not a folder; --out cannot be written")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise ConfigError(f"--out {out} cannot be written: permission denied")
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def load_deploy(
     merged = _read(_locate(path_or_profile, Path.cwd()), platform, ())
     given = {name: value for name, value in flags.items() if value is not None}
     merged = _merge(merged, check_shape(given, DeployConfig, ""))
+    check_mapping(stage_overrides, "stage_overrides")
     for stage_id, override in stage_overrides.items():
         merged = _merge(merged, {"stages": [_override(merged, str(stage_id), override)]})
     try:
@@ -81,6 +82,7 @@ def parse_stage_overrides(text: str) -> dict[str, dict[str, Any]]:
 
 def _override(merged: Mapping[str, Any], stage_id: str, override: Mapping[str, Any]) -> dict[str, Any]:
     path = f"stage_overrides.{stage_id}"
+    check_mapping(override, path)
     known = [str(stage["stage_id"]) for stage in merged.get("stages", [])]
     if stage_id not in known:
         raise ConfigError(f"no stage has stage_id {stage_id!r}; stage ids: {', '.join(known)}", path)
@@ -113,7 +115,9 @@ def _locate(path_or_profile: str | Path, folder: Path) -> Path:
             return path.resolve()
     except (OSError, RuntimeError) as error:  # a folder that may not be entered, a name too long, an unknown ~user
         raise ConfigError(f"{path_or_profile} cannot be read: {error}") from error
-    raise ConfigError(f"{path_or_profile!s:.200} is neither a file nor a profile; profiles: {', '.join(profiles())}")
+    raise ConfigError(
+        f"{str(path_or_profile)!r:.200} is neither a file nor a profile; profiles: {', '.join(profiles())}"
+    )
 
 
 def _read(path: Path, platform: Platform, chain: tuple[Path, ...]) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             if not 0 < len(text) <= LONGEST_STOP_STRING:
                 message = f"a stop string has {len(text)} characters, not 1 to {LONGEST_STOP_STRING}"
                 raise ConfigError(message, f"{path}.stop")
+            if not is_text(text):
+                raise ConfigError("a stop string has half a surrogate pair in it: no character", f"{path}.stop")
 
     def check_vocabulary(self, size: int, prefix: str = "") -> None:
         """Raise ConfigError naming `<prefix><field>` for a token id that a vocabulary of `size` does not have."""
@@ -80,6 +82,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             outside = next((token_id for token_id in ids if not 0 <= token_id < size), None)
             if outside is not None:
                 raise ConfigError(f"token id {outside} is not between 0 and {size - 1}", f"{prefix}{field}")
+
+
+def is_text(text: str) -> bool:
+    """Whether UTF-8 can write a string. One that comes from JSON or a command line may hold half a surrogate pair."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = False) -> SamplingParams:

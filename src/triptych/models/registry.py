@@ -49,7 +49,7 @@ def locate(model: str) -> Path:
     """
     try:
         folder = Path(model).expanduser()
-        if folder.is_dir():
+        if model and folder.is_dir():
             return folder.resolve()
     except (
         OSError,
@@ -90,5 +90,6 @@ def _download(repository: str) -> Path:
         return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"{repository!r} is no folder here, and fetching it as a Hugging Face repository failed: {error}"
+            f"{repository!r} is no folder here, and fetching it as a Hugging Face repository failed: "
+            + " ".join(str(error).split())
         ) from error

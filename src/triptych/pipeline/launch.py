@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from triptych.config.load import load_deploy, located
 from triptych.config.platform import Platform, detect_platform, num_cuda_devices
@@ -46,9 +46,11 @@ def plan(
     Without `deploy_config` the profile follows from the model's type and the machine. Starts nothing. Raises
     CheckpointError or ConfigError.
     """
+    if platform not in (None, *get_args(Platform)):
+        raise ConfigError(f"{platform!r} is not one of {', '.join(get_args(Platform))}", "platform")
     model_dir = locate(model)
     chosen = platform or detect_platform()
-    profile = str(deploy_config or _profile(model, model_dir, chosen))
+    profile = _profile(model, model_dir, chosen) if deploy_config is None else str(deploy_config)
     loaded = load_deploy(profile, platform=chosen, flags=flags or {}, stage_overrides=stage_overrides or {})
     config = load_config(model_dir)
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +59,7 @@ class Omni:
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
         deploy_config: str | Path | None = None,
         platform: Platform | None = None,
@@ -70,7 +71,7 @@ class Omni:
         if log_level not in LEVELS:
             raise ConfigError(f"{log_level!r} is not one of {', '.join(LEVELS)}", "log_level")
         self._plan = plan(
-            model,
+            str(model),
             deploy_config=deploy_config,
             platform=platform,
             stage_overrides=stage_overrides,
@@ -116,17 +117,22 @@ class Omni:
         """
         if self._closed:
             raise TriptychError("this Omni is closed")
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
-        unknown = [name for name in modalities if name not in MODALITIES]
-        if unknown or not modalities:
-            raise RequestError(f"modalities {list(modalities)} are not among {list(MODALITIES)}", param="modalities")
+        batch = _batch(prompts)
+        listed = isinstance(modalities, Iterable) and not isinstance(modalities, str)
+        if not listed or not modalities or any(name not in MODALITIES for name in modalities):
+            raise RequestError(
+                f"modalities {modalities!r} is not a list of names out of {list(MODALITIES)}", param="modalities"
+            )
         if "audio" not in modalities:
             for name, value in (("voice", voice), ("talker", talker)):
                 if value is not None:
                     raise RequestError(f"{name} is given, but modalities does not ask for audio", param=name)
-        seeds = [seed] * len(batch) if seed is None or isinstance(seed, int) else list(seed)
-        if len(seeds) != len(batch):
-            raise RequestError(f"{len(seeds)} seeds for {len(batch)} prompts; give one, or one for each", param="seed")
+        if voice is not None and not isinstance(voice, str):
+            raise RequestError(f"{voice!r} is not the name of a voice", param="voice")
+        for name, value in (("thinker", thinker), ("talker", talker)):
+            if value is not None and not isinstance(value, Mapping):
+                raise RequestError(f"{value!r} is not a mapping of sampling parameters", param=name)
+        seeds = _seeds(seed, len(batch))
         options = {"speak": "audio" in modalities, "voice": voice, "thinker": thinker or {}, "talker": talker or {}}
         outputs = self._wait(self._generate_all(batch, seeds, options))
         if isinstance(prompts, str) and outputs[0].error is not None:
@@ -203,19 +209,47 @@ class Omni:
         self._loop.close()
 
 
+def _batch(prompts: Any) -> list[Prompt]:
+    """A list of prompts out of one or several. Raises RequestError on anything else."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"{type(prompts).__name__} is not a string, nor a list of strings or conversations", param="prompts"
+        )
+    batch = list(prompts)
+    if any(isinstance(prompt, Mapping) for prompt in batch):
+        raise RequestError("one conversation is a list in a list: generate([messages])", param="prompts")
+    return batch
+
+
+def _seeds(seed: Any, count: int) -> list[int | None]:
+    """One seed for each prompt. NumPy's integers are as good as Python's. Raises RequestError."""
+    given = list(seed) if isinstance(seed, Iterable) and not isinstance(seed, str | bytes) else [seed] * count
+    if len(given) != count:
+        raise RequestError(f"{len(given)} seeds for {count} prompts; give one, or one for each", param="seed")
+    for value in given:
+        if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
+            raise RequestError(f"{value!r} is not a whole number", param="seed")
+    return [None if value is None else operator.index(value) for value in given]
+
+
 def _messages(prompt: Prompt) -> list[Message]:
     """A prompt as chat messages of text. Raises RequestError on anything else."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list | tuple):
+        raise RequestError(f"{type(prompt).__name__} is neither a string nor a list of messages", "messages")
     for index, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            raise RequestError(f"{message!r} is not a message with a role and content", f"messages[{index}]")
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise RequestError(f"{message!r:.80} is not a message of a role and content", f"messages[{index}]")
         parts = message["content"] if isinstance(message["content"], list) else []
         if not isinstance(message["content"], str | list) or any(
             not isinstance(part, Mapping) or part.get("type") != "text" for part in parts
         ):
             raise RequestError("content must be text, or a list of text parts", f"messages[{index}].content")
-    return list(prompt)
+    # "developer" is OpenAI's newer name for "system", here as in the chat API.
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in prompt]
 
 
 class _Collected:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from triptych.config.sampling import SamplingParams, sampling_params
+from triptych.config.sampling import SamplingParams, is_text, sampling_params
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.errors import ConfigError, ContextLengthError, RequestError
 from triptych.models.qwen3_omni.config import OmniConfig
@@ -82,14 +82,21 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         if message.get("role") not in ROLES:
             raise RequestError(f"role {message.get('role')!r:.80} is not one of {', '.join(ROLES)}", f"{path}.role")
         content = message.get("content")
+        _check_text(content, f"{path}.content")
         for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise RequestError(
                     f"a part of type {kind!r}: this model server takes text input only", f"{path}.content.{number}"
                 )
+            _check_text(part["text"], f"{path}.content.{number}")
         if not isinstance(content, str | list | tuple):
             raise RequestError("content is neither a string nor a list of parts", f"{path}.content")
+
+
+def _check_text(content: Any, path: str) -> None:
+    if isinstance(content, str) and not is_text(content):
+        raise RequestError("half a surrogate pair is no character; send text that UTF-8 can write", path)
 
 
 def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) -> str | None:

@@ -34,7 +34,8 @@ def ensure_checkpoint(size: Size) -> Path:
         status, errors = _run([sys.executable, "-c", _MAKE, size])
         if status != 0:
             reason = (errors.strip() or f"exit status {status}").splitlines()[-1]
-            raise CheckpointError(f"cannot make the checkpoint {size!r}: {reason}")
+            name = f"{CheckpointError.__module__}.{CheckpointError.__name__}: "
+            raise CheckpointError(f"cannot make the checkpoint {size!r}: {reason.removeprefix(name)}")
     return folder
 
 

@@ -1,0 +1,89 @@
+"""What a deployment cannot serve is refused before a process starts, with the key and what would do."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from triptych.config.sampling import SamplingParams
+from triptych.connectors.wire import SubmitSpeech
+from triptych.errors import ConfigError
+from triptych.pipeline.admission import admit
+from triptych.pipeline.launch import plan
+from triptych.pipeline.request import GenerationRequest
+from triptych.stages.build import wait_idly_if_crowded
+
+
+@pytest.mark.parametrize(
+    ("stage", "override", "path", "message"),
+    [
+        (0, {"max_num_batched_tokens": 126}, "stages[0].max_num_batched_tokens", "126 is too few: .* make 127"),
+        (1, {"max_num_seqs": 1, "max_num_batched_tokens": 63}, "stages[1].max_num_batched_tokens", "make 64"),
+        (0, {"kv_cache_bytes": 1000}, "stages[0]", "one context of 4096 needs 257; raise kv_cache_bytes"),
+        (1, {"max_model_len": 512, "num_kv_blocks": 32}, "stages[1]", "gets 32 blocks .* needs 33"),
+        (0, {"num_kv_blocks": 2_000_000_000}, "stages[0]", "of this machine; lower num_kv_blocks"),
+        (0, {"max_model_len": 10**6}, "stages[0].max_model_len", "more than the 8192 positions"),
+        (
+            0,
+            {"default_sampling_params": {"stop_token_ids": [5000]}},
+            "stages[0].default_sampling_params.stop_token_ids",
+            "5000 is not between 0 and 1023",
+        ),
+        (
+            1,
+            {"default_sampling_params": {"logit_bias": {5000: 1.0}}},
+            "stages[1].default_sampling_params.logit_bias",
+            "5000 is not between 0 and 1279",
+        ),
+    ],
+)
+def test_what_no_stage_could_load_is_refused(
+    tiny: Path, stage: int, override: dict[str, Any], path: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides={str(stage): override})
+    assert caught.value.path == path
+    assert "(in tiny_cpu" in str(caught.value)
+
+
+def test_the_least_that_can_be_served_is_accepted(tiny: Path) -> None:
+    for override in ({"max_num_batched_tokens": 127}, {"max_model_len": 512, "num_kv_blocks": 33}):
+        overrides = {"0": override, "1": override}
+        plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides=overrides)
+    free = {"batch_invariant": False, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+    plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides={"0": free})
+
+
+def test_a_small_checkpoint_gets_the_small_profile_wherever_it_lies(tiny: Path) -> None:
+    assert plan(str(tiny), platform="cpu").profile == "tiny_cpu"
+
+
+def test_speech_is_no_longer_than_the_context_of_code2wav(tiny: Path) -> None:
+    launch = plan(str(tiny), platform="cpu", stage_overrides={"2": {"max_model_len": 5}})
+    config = launch.config
+    header = (config.im_start_token_id, config.assistant_token_id, config.user_token_id)
+    user = (config.im_start_token_id, config.user_token_id, 7, 8, config.im_end_token_id, 7)
+    params = SamplingParams(seed=1)
+    request = GenerationRequest(request_id="r", prompt_token_ids=user + header, thinker=params, talker=params)
+    [speech] = [message for _, message in admit(request, launch.deploy, config).messages if _ == "talker"]
+    assert isinstance(speech, SubmitSpeech)
+    assert speech.params.max_tokens == 5
+
+
+def test_threads_wait_idly_only_where_cores_are_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deploy = plan(str(tiny), platform="cpu").deploy  # two processes of one thread
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    wait_idly_if_crowded(deploy)
+    assert "OMP_WAIT_POLICY" not in os.environ
+    threads = tuple(msgspec.structs.replace(stage, threads=2) for stage in deploy.stages)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "mine")
+    wait_idly_if_crowded(msgspec.structs.replace(deploy, stages=threads))
+    assert os.environ["OMP_WAIT_POLICY"] == "mine"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    wait_idly_if_crowded(msgspec.structs.replace(deploy, stages=threads))
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
