@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
-from triptych.engine.scheduler_config import PREFILL_CELL as PREFILL_CELL
+from triptych.engine.scheduler_config import PREFILL_CELL
 from triptych.layers.attention import PagedMetadata, PrefillPiece
 from triptych.layers.linear import ROW_TILE, padded_rows
 

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from triptych.config.schema import StageConfig
-from triptych.engine.kv_budget import bytes_per_block, granted_blocks
-
-
-def block_bytes(*, layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
-    return bytes_per_block(
-        layers=layers, block_size=block_size, kv_heads=kv_heads, head_dim=head_dim, itemsize=dtype.itemsize
-    )
+from triptych.engine.kv_budget import granted_blocks
 
 
 def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, weight_bytes: int) -> int:

@@ -19,7 +19,6 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
-    ERROR = "error"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,7 +55,3 @@ class EngineRequest:
     num_cached_tokens: int = 0  # prompt rows that the prefix cache held at the first admission
     num_cached_blocks: int = 0  # leading blocks of `block_ids` whose contents are registered in the prefix cache
     block_hashes: list[bytes] = field(default_factory=list)  # chained, one per full block of `token_ids`
-
-    @property
-    def num_output_tokens(self) -> int:
-        return max(0, self.num_tokens - self.num_prompt_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triptych.config.schema import StageConfig
 from triptych.errors import ConfigError
 
 # Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
@@ -50,3 +51,16 @@ class SchedulerConfig:
                 f"lower max_model_len to {max(0, self.num_blocks - 1) * self.block_size}",
                 "num_kv_blocks",
             )
+
+
+def scheduler_config(stage: StageConfig, num_blocks: int) -> SchedulerConfig:
+    """The limits that a resolved deploy config sets for one of its engines. Raises ConfigError as SchedulerConfig."""
+    return SchedulerConfig(
+        max_num_seqs=stage.max_num_seqs,
+        max_num_batched_tokens=stage.max_num_batched_tokens,
+        max_model_len=stage.max_model_len,
+        block_size=stage.block_size,
+        num_blocks=num_blocks,
+        prefill_alignment=PREFILL_CELL if stage.batch_invariant else 1,
+        enable_prefix_caching=stage.enable_prefix_caching,
+    )

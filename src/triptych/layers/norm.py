@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         self.size, self.eps = size, eps
 
     def prepare(self) -> None:
-        """Fold the constant of the formula into the weight."""
+        """Fold the constants of the formula."""
         self.scaled = scaled_weight(self.weight)
         self.floor = self.eps * self.size
 
@@ -31,13 +31,12 @@ class RMSNorm(nn.Module):
 
 
 def scaled_weight(weight: Tensor) -> Tensor:
-    """What `rms_norm` takes for a weight [..., n]: times sqrt(n), in float32."""
-    return weight.float() * math.sqrt(weight.shape[-1])
+    """What `rms_norm` takes for a weight [..., n]: times sqrt(n) in float32, as it is in narrower dtypes."""
+    return weight * math.sqrt(weight.shape[-1]) if weight.dtype is torch.float32 else weight
 
 
 def rms_norm(x: Tensor, scaled: Tensor, floor: float) -> Tensor:
     """x / sqrt(|x|^2 + n * eps) * sqrt(n) * weight: the formula with n cancelled. `floor` is n * eps.
-
 
     Half the time of the textbook order of operations on a CPU, and after the reduction only operations that IEEE
     rounds exactly, so that vector and scalar code give the same bits.
@@ -47,7 +46,6 @@ def rms_norm(x: Tensor, scaled: Tensor, floor: float) -> Tensor:
         return x.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(scaled)
     wide = x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    size = x.shape[-1]
     # HF rounds to the narrow dtype before it multiplies by the weight.
-    unit = wide.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(math.sqrt(size)).to(x.dtype)
-    return unit * (scaled / math.sqrt(size)).to(x.dtype)
+    unit = wide.div(norm.mul_(norm).add_(floor).sqrt_()).mul_(math.sqrt(x.shape[-1])).to(x.dtype)
+    return unit * scaled

@@ -55,8 +55,7 @@ class PackedProduct:
         return product
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        product: Tensor = self.linear(x, self.packed, None, "none", [], "")
-        return product.add_(residual)
+        return self(x).add_(residual)
 
 
 class HalfProduct:
@@ -75,8 +74,7 @@ class HalfProduct:
         return product
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        product: Tensor = self.linear(x.contiguous(), self.packed, None)
-        return product.add_(residual)
+        return self(x).add_(residual)
 
 
 def make_product(weight: Tensor) -> Product:

@@ -8,7 +8,7 @@ from triptych.config.sampling import sampling_params
 from triptych.config.schema import DeployConfig, DTypeName, StageConfig
 from triptych.config.units import format_bytes
 from triptych.engine.kv_budget import bytes_per_block, granted_blocks
-from triptych.engine.scheduler_config import PREFILL_CELL, SchedulerConfig
+from triptych.engine.scheduler_config import scheduler_config
 from triptych.errors import ConfigError
 from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
 
@@ -53,13 +53,6 @@ def _check_engine(stage: StageConfig, decoder: DecoderConfig, path: str) -> None
             path,
         )
     try:
-        SchedulerConfig(
-            max_num_seqs=stage.max_num_seqs,
-            max_num_batched_tokens=stage.max_num_batched_tokens,
-            max_model_len=stage.max_model_len,
-            block_size=stage.block_size,
-            num_blocks=num_blocks,
-            prefill_alignment=PREFILL_CELL if stage.batch_invariant else 1,
-        )
+        scheduler_config(stage, num_blocks)
     except ConfigError as error:
         raise ConfigError(error.reason, f"{path}.{error.path}") from error

@@ -14,10 +14,10 @@ from torch import nn
 from triptych.config.schema import StageConfig, StageKind
 from triptych.connectors.wire import StageStats
 from triptych.engine.engine import Engine
-from triptych.engine.inputs import PREFILL_CELL
-from triptych.engine.kv_cache import KVCache, block_bytes, num_blocks
+from triptych.engine.kv_budget import bytes_per_block
+from triptych.engine.kv_cache import KVCache, num_blocks
 from triptych.engine.scheduler import Scheduler
-from triptych.engine.scheduler_config import SchedulerConfig
+from triptych.engine.scheduler_config import scheduler_config
 from triptych.errors import ConfigError
 from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement
@@ -105,12 +105,12 @@ def set_up_decoder(
     config: StageConfig, decoder: DecoderConfig, weight_bytes: int, device: torch.device, dtype: torch.dtype
 ) -> DecoderSetup:
     """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `weight_bytes` go from its share."""
-    per_block = block_bytes(
+    per_block = bytes_per_block(
         layers=decoder.num_hidden_layers,
         block_size=config.block_size,
         kv_heads=decoder.num_key_value_heads,
         head_dim=decoder.head_dim,
-        dtype=dtype,
+        itemsize=dtype.itemsize,
     )
     blocks = num_blocks(config, per_block, device, weight_bytes)
     cache = KVCache(
@@ -122,17 +122,7 @@ def set_up_decoder(
         dtype=dtype,
         device=device,
     )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            num_blocks=blocks,
-            prefill_alignment=PREFILL_CELL if config.batch_invariant else 1,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-    )
+    scheduler = Scheduler(scheduler_config(config, blocks))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)
     return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
 

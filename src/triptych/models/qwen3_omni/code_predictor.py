@@ -107,8 +107,13 @@ class CodePredictor(nn.Module):
         self.angles = list(zip(torch.split(cos, 1), torch.split(sin, 1), strict=True))
         self.draws = [make_product(head) for head in self.heads.data]
         self.heads = nn.Parameter(self.heads.new_empty(0), requires_grad=False)
-        self.embeddings = list(self.tables)
+        self.use_tables(self.tables)
         self.caches: dict[int, FrameCache] = {}
+
+    def use_tables(self, tables: Tensor) -> None:
+        """Embed from `tables`, equal to the loaded ones, whose memory is given up if it is not the same."""
+        self.tables = nn.Parameter(tables, requires_grad=False)
+        self.embeddings = list(self.tables)
 
     def forward(self, hidden: Tensor, first: Tensor, draw: Draw) -> Tensor:
         """hidden [B, hidden] of the Talker and first [B, hidden], the embedding of codebook 0 -> codes [B, residuals].

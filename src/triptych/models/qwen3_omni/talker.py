@@ -106,6 +106,10 @@ class Talker(nn.Module):
             nothing = self.codec_embedding.new_zeros(1, hidden)
             residual = self.code_predictor.tables.view(-1, hidden)
             self.code_table = torch.cat((self.codec_embedding, residual, nothing))
+            # The tables that were joined go on as views of the whole.
+            codec, residuals = torch.tensor_split(self.code_table[:-1], (self.config.vocab_size,))
+            self.codec_embedding = nn.Parameter(codec, requires_grad=False)
+            self.code_predictor.use_tables(residuals.view_as(self.code_predictor.tables))
         self.thinker_embedding = nn.Parameter(self.thinker_embedding.new_empty(0), requires_grad=False)
 
     @property
