@@ -16,7 +16,8 @@ import triptych
 from triptych.cli import app
 from triptych.config.load import profiles
 from triptych.config.sampling import SamplingParams
-from triptych.config.schema import ConnectorConfig, ConnectorExtra, DeployConfig, StageConfig
+from triptych.config.schema import ConnectorConfig, ConnectorExtra, DeployConfig, MediaConfig, StageConfig
+from triptych.config.units import parse_bytes
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +120,7 @@ def test_the_deploy_reference_names_every_key_and_no_other() -> None:
         "platforms",
     }
     assert documented(section("docs/deploy.md", "`stages[]`")) == set(StageConfig.__struct_fields__)
+    assert documented(section("docs/deploy.md", "`media`")) == set(MediaConfig.__struct_fields__)
     connectors = {f"extra.{name}" for name in ConnectorExtra.__struct_fields__}
     assert documented(section("docs/deploy.md", "`connectors`")) == {"kind", *connectors}
     assert set(ConnectorConfig.__struct_fields__) == {"kind", "extra"}
@@ -131,12 +133,15 @@ def test_the_deploy_reference_names_every_sampling_parameter() -> None:
 
 
 def test_the_deploy_reference_gives_the_defaults_of_the_schema() -> None:
-    for title, kind in (("Top level", DeployConfig), ("`stages[]`", StageConfig)):
+    for title, kind in (("Top level", DeployConfig), ("`stages[]`", StageConfig), ("`media`", MediaConfig)):
         rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]*)`? \|", section("docs/deploy.md", title), re.MULTILINE))
         for field in msgspec.structs.fields(kind):
-            if isinstance(field.default, bool | int | float | str) and field.name != "kv_cache_bytes":
+            if isinstance(field.default, bool | int | float | str):
                 shown = str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
-                assert rows[field.name] == shown.removesuffix(".0"), field.name
+                documented_default = rows[field.name]
+                if field.name.endswith("_bytes") and "iB" in documented_default:
+                    documented_default = str(parse_bytes(documented_default))
+                assert documented_default == shown.removesuffix(".0"), field.name
 
 
 def test_every_flag_of_serve_in_the_deploy_reference_exists() -> None:

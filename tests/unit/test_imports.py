@@ -25,10 +25,11 @@ ALLOWED: dict[str, set[str]] = {
     "connectors": {*FOUNDATION},
     "streaming": {"layers", *FOUNDATION},
     "models": {"streaming", "layers", *FOUNDATION},
+    "media": {"models", "connectors", *FOUNDATION},
     "stages": BELOW_STAGES,
-    "pipeline": {"stages", *BELOW_STAGES},
-    "server": {"pipeline", "stages", *BELOW_STAGES},
-    "cli": {"server", "pipeline", "stages", *BELOW_STAGES},
+    "pipeline": {"stages", "media", *BELOW_STAGES},
+    "server": {"pipeline", "stages", "media", *BELOW_STAGES},
+    "cli": {"server", "pipeline", "stages", "media", *BELOW_STAGES},
 }
 POLICY = ["engine/request.py", "engine/block_pool.py", "engine/scheduler.py"]
 SERVER_SIDE = ["server", "pipeline", "cli", "connectors", "config"]

@@ -25,6 +25,8 @@ _USED_BY: dict[str, tuple[StageKind, ...]] = {
     "block_size": ("thinker", "talker"),
     "num_kv_blocks": ("thinker", "talker"),
     "kv_cache_bytes": ("thinker", "talker"),
+    "encoder_budget": ("thinker",),
+    "encoder_cache_bytes": ("thinker",),
     "frames_per_text_token": ("talker",),
     "extra_frames": ("talker",),
 }
@@ -42,6 +44,14 @@ _RANGES: dict[str, tuple[float, float]] = {  # other counts: 1 to _MOST; other d
     "max_stage_restarts": (0, _MOST),
     "heartbeat_timeout_s": (2, 10**9),  # a process sends a heartbeat each second
     "inline_bytes": (0, _MOST),
+    "encoder_cache_bytes": (0, 2**62),
+    "workers": (1, 256),
+    "worker_memory_bytes": (512 * 1024**2, 2**62),
+    "max_waiting": (0, _MOST),
+    "max_bytes": (1, 2**62),
+    "max_body_bytes": (1, 2**62),
+    "max_redirects": (0, 20),
+    "cache_bytes": (0, 2**62),
 }
 
 
@@ -112,6 +122,9 @@ def shown(value: Any) -> str:
 def check_deploy(deploy: DeployConfig) -> None:
     """Raise ConfigError for the first thing that cannot work: a range, an order, a name without its partner."""
     _check_numbers(deploy, "")
+    _check_numbers(deploy.media, "media")
+    if deploy.media.min_audio_s > deploy.media.max_audio_s:
+        raise ConfigError(f"{deploy.media.min_audio_s} is more than max_audio_s", "media.min_audio_s")
     _check_pipeline(deploy.stages)
     for name, connector in deploy.connectors.items():
         path = f"connectors.{name}.extra"

@@ -31,6 +31,35 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     extra: ConnectorExtra = ConnectorExtra()
 
 
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request may bring along, and what may be spent on it. What exceeds a limit is refused by the limit's name.
+
+    Sizes of files count as they are sent, pixels and seconds as they are decoded.
+    """
+
+    workers: int = 1  # processes that decode; each is started when it is first needed
+    worker_memory_bytes: int = 4 * 1024**3  # address space of one
+    decode_timeout_s: float = 60.0  # for one part
+    max_waiting: int = 64  # parts that wait for a worker; more get 503
+    max_parts: int = 64  # of one request
+    max_bytes: int = 256 * 1024**2  # of one file
+    max_body_bytes: int = 64 * 1024**2  # of a request, with what it carries inside
+    fetch: bool = True  # whether URLs are fetched at all
+    fetch_timeout_s: float = 20.0
+    max_redirects: int = 3
+    allow_http: bool = False  # plain http: URLs
+    allow_private_addresses: bool = False
+    allowed_domains: tuple[str, ...] = ()  # empty: every public one; "example.com" stands for its subdomains as well
+    local_path: str = ""  # files below this folder may be named; "": none
+    max_image_pixels: int = 100_000_000
+    min_audio_s: float = 0.05
+    max_audio_s: float = 2400.0
+    max_video_s: float = 3600.0
+    max_video_pixels: int = 33_177_600  # of one frame as it is stored
+    max_frames: int = 768  # sampled of one video
+    cache_bytes: int = 256 * 1024**2  # decoded media kept for the next request that brings the same
+
+
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage. Stages that name the same `process` share one OS process and are stepped in turn."""
 
@@ -51,6 +80,8 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     enforce_eager: bool = True
     enable_prefix_caching: bool = False
     batch_invariant: bool = True
+    encoder_budget: int = 4096  # patches, or frames of spectrogram, that one turn of the Thinker encodes
+    encoder_cache_bytes: int = 268435456  # encoded media kept for the next request that brings the same
     frames_per_text_token: int = 12  # watchdog: frames > this x text tokens + extra_frames end the speech
     extra_frames: int = 50
     input_connectors: dict[str, str] = {}  # {"thinker": "shm"}: source stage -> connector name
@@ -69,6 +100,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     heartbeat_timeout_s: float = 30.0
     max_stage_restarts: int = 5
     audio_id_lifetime_s: int = 3600
+    media: MediaConfig = MediaConfig()
 
     def stage(self, kind: StageKind) -> StageConfig | None:
         """The stage of that kind, or None where the deployment has none."""

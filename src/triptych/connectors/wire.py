@@ -6,6 +6,8 @@ Control goes over one ZeroMQ ROUTER (server) with a DEALER in each stage process
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from triptych.config.sampling import SamplingParams
@@ -25,6 +27,35 @@ class Configure(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     log_level: str = "info"
 
 
+class FeatureRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An array in a shared memory segment that the server holds until the request ends: map it, do not unlink it."""
+
+    segment: str
+    dtype: str  # numpy's name
+    shape: tuple[int, ...]
+
+
+class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One image, clip or video of a prompt.
+
+    Its rows are those of [start, end) that hold the placeholder id of its kind. A video and its own sound have the same
+    span, their placeholders interleaved; the sound follows its video in the list and is `in_video`. `digest` stands for
+    the content and for all that was asked of the processor. `features` are uint8 [frames, height, width, 3] as
+    resized for the encoder, one frame for an image; or the log mel spectrogram, float32 [bands, frames]. None for the
+    Talker, which needs spans and positions only.
+    """
+
+    kind: Literal["image", "audio", "video"]
+    start: int
+    end: int
+    digest: bytes
+    grid: tuple[int, int, int] = (0, 0, 0)  # patches over time, height and width; image and video
+    second_per_grid: float = 0.0  # video
+    num_mel_frames: int = 0  # audio
+    in_video: bool = False
+    features: FeatureRef | None = None
+
+
 class SubmitText(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A request for the Thinker. `speak` opens its edge to the Talker."""
 
@@ -32,6 +63,7 @@ class SubmitText(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams  # `seed` is always set here
     speak: bool
+    media: tuple[MediaItem, ...] = ()  # by `start`
 
 
 class SubmitSpeech(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -41,6 +73,7 @@ class SubmitSpeech(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...]
     speaker_id: int
     params: SamplingParams
+    media: tuple[MediaItem, ...] = ()  # those of the user turns, by `start` in this prompt
 
 
 class SubmitCodec(msgspec.Struct, tag=True, frozen=True, kw_only=True):

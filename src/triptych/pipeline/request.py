@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from triptych.config.sampling import SamplingParams
-from triptych.connectors.wire import TokenLogprob
+from triptych.connectors.wire import MediaItem, TokenLogprob
+from triptych.media.contract import MediaLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class GenerationRequest:
     thinker: SamplingParams
     talker: SamplingParams | None = None
     voice: str | None = None
+    media: tuple[MediaItem, ...] = ()
+    lease: MediaLease | None = None  # closed when the request has ended, however it ended
 
     @property
     def speaks(self) -> bool:

@@ -85,6 +85,23 @@ class TalkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     speaker_id: dict[str, int]
 
 
+class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the Thinker lays out images, clips and videos: `audio_config`, `vision_config` and the tokens around them."""
+
+    audio_start_token_id: int
+    audio_end_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+    position_id_per_seconds: float
+    num_mel_bins: int
+    n_window: int  # half of the frames that the convolutions see at a time
+    n_window_infer: int  # frames that attend to each other
+    patch_size: int
+    temporal_patch_size: int
+    spatial_merge_size: int
+    deepstack_layers: int  # first layers of the text decoder that vision features are added behind
+
+
 class OmniConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A whole checkpoint's config. `talker` and `code2wav` are None where the checkpoint has no speech."""
 
@@ -103,6 +120,7 @@ class OmniConfig(msgspec.Struct, frozen=True, kw_only=True):
     audio_token_id: int
     image_token_id: int
     video_token_id: int
+    media: MediaConfig
     eos_token_ids: tuple[int, ...]
     sample_rate: int = 24000
 
@@ -165,7 +183,26 @@ def _omni(raw: dict[str, Any], generation: dict[str, Any]) -> OmniConfig:
         audio_token_id=thinker.get("audio_token_id", 151646),
         image_token_id=thinker.get("image_token_id", 151655),
         video_token_id=thinker.get("video_token_id", 151656),
+        media=_media(thinker),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else (eos,),
+    )
+
+
+def _media(thinker: dict[str, Any]) -> MediaConfig:
+    audio, vision = _part(thinker, "audio_config", {}), _part(thinker, "vision_config", {})
+    return MediaConfig(
+        audio_start_token_id=thinker.get("audio_start_token_id", 151647),
+        audio_end_token_id=thinker.get("audio_end_token_id", 151648),
+        vision_start_token_id=thinker.get("vision_start_token_id", 151652),
+        vision_end_token_id=thinker.get("vision_end_token_id", 151653),
+        position_id_per_seconds=float(thinker.get("position_id_per_seconds", 25)),
+        num_mel_bins=audio.get("num_mel_bins", 128),
+        n_window=audio.get("n_window", 50),
+        n_window_infer=audio.get("n_window_infer", 800),
+        patch_size=vision.get("patch_size", 16),
+        temporal_patch_size=vision.get("temporal_patch_size", 2),
+        spatial_merge_size=vision.get("spatial_merge_size", 2),
+        deepstack_layers=len(vision.get("deepstack_visual_indexes", (8, 16, 24))),
     )
 
 
