@@ -31,6 +31,13 @@ BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
 PREDICTED_FRAMES = 256  # frames of a batch whose residual codes are learnt in a step
 SPOILT_ANSWERS, SPOILT_FRAMES = 0.5, 0.15  # of the frames read back, so that the text is what leads
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
+MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
+MOST_MEDIA_ROWS = 100
+_MEDIA = (
+    ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+    ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>"),
+)
 
 
 class SpokenExamples:
@@ -45,30 +52,47 @@ class SpokenExamples:
         answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
         if source.random() < STRAY_PROMPTS:
             sample = draw(source, "train")
-        return self.example(sample, answer, source.choice(list(SPEAKERS)), source)
+        question = styled(source, sample.question)
+        if source.random() < MEDIA_PROMPTS:
+            question = with_media(source, question)
+        return self.example(sample, question, answer, source.choice(list(SPEAKERS)))
 
-    def example(self, sample: Sample, answer: str, speaker: str, rng: random.Random) -> SpeechExample:
-        prompt = chat(self.tokenizer, sample.history, styled(rng, sample.question))
+    def example(self, sample: Sample, question: str, answer: str, speaker: str) -> SpeechExample:
+        prompt = chat(self.tokenizer, sample.history, question)
         frames = self.bank.frames(answer, SPEAKERS[speaker])
         return speech_example(prompt, self.tokenizer.encode(answer).ids, frames.tolist(), speaker, self.config)
+
+
+def with_media(rng: random.Random, question: str) -> str:
+    """A question behind or before something seen, or said instead of written."""
+    start, row, end = rng.choice(_MEDIA)
+    media = f"{start}{row * rng.randint(1, MOST_MEDIA_ROWS)}{end}"
+    if start == "<|audio_start|>":
+        return media
+    return media + question if rng.random() < 0.7 else question + media
 
 
 class TalkerTrainee(nn.Module):
     """The Talker with the losses of its two parts."""
 
     embedding: Tensor
+    media_ids: Tensor
 
     def __init__(self, raw: dict[str, Any]) -> None:
         super().__init__()
         self.talker = build_talker(raw)
         config = raw["thinker_config"]["text_config"]
         self.register_buffer("embedding", text_embedding(config["vocab_size"], config["hidden_size"]), persistent=False)
+        thinker = raw["thinker_config"]
+        media = [thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")]
+        self.register_buffer("media_ids", torch.tensor(media), persistent=False)
         self.groups: int = raw["talker_config"]["num_code_groups"]
         self.end: int = raw["talker_config"]["codec_eos_token_id"]
 
     def embed(self, text_ids: Tensor, codes: Tensor) -> Tensor:
         """text_ids [B, R], codes [B, R, groups], NO_CODE where there is none -> input rows [B, R, hidden]."""
         rows: Tensor = self.talker.text_projection(F.embedding(text_ids, self.embedding))
+        rows = rows.masked_fill(torch.isin(text_ids, self.media_ids).unsqueeze(-1), 0)
         tables = [self.talker.model.codec_embedding, *self.talker.code_predictor.model.codec_embedding]
         for index, table in enumerate(tables):
             code = codes[..., index]
@@ -138,7 +162,7 @@ def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: 
     totals: dict[str, float] = {}
     size = 16
     chosen = [
-        examples.example(sample, sample.answer, list(SPEAKERS)[index % len(SPEAKERS)], rng)
+        examples.example(sample, styled(rng, sample.question), sample.answer, list(SPEAKERS)[index % len(SPEAKERS)])
         for index, sample in enumerate(held_out)
     ]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
