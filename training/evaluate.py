@@ -1,0 +1,261 @@
+"""Evaluate a whole checkpoint as its users meet it: held-out questions through the server, streamed, sixteen at a time.
+
+Written questions (text, speech, length, voice), spoken ones, pictures, short videos, and many at once that must each be
+answered by their own number in their own voice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import openai
+from PIL import Image
+
+from training.domain import ONES, samples, styled
+from training.media import MediaSample, picture_sample, spoken_sample
+from training.pitch import pitch
+from training.recogniser import transcribe
+from training.scoring import errors, fold, word_error_rate
+from training.teacher import SAMPLE_RATE, Waveform, speak
+from training.tiny_config import SPEAKERS
+
+CONCURRENCY = 16
+VIDEO_RATE = 2  # frames a second, as sampled
+_LOAD_S, _ANSWER_S = 120, 300
+_FRAME = 1920  # samples
+_FRAMES_PER_WORD = (2.0, 12.0)  # fewer: cut short; more: running on
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    text: str
+    audio: Waveform
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One conversation for the server, the answer it must get, and the voice (None: text only)."""
+
+    kind: str
+    messages: list[dict[str, Any]]
+    answer: str
+    voice: str | None = None
+
+
+def wav_part(waveform: Waveform) -> dict[str, Any]:
+    """Speech at 24 kHz as a content part."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="wav") as container:
+        stream = container.add_stream("pcm_s16le", rate=SAMPLE_RATE, layout="mono")
+        samples16 = (np.clip(waveform, -1, 1) * 32767).astype(np.int16)[None]
+        frame = av.AudioFrame.from_ndarray(samples16, format="s16", layout="mono")
+        frame.sample_rate = SAMPLE_RATE
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    data = base64.b64encode(file.getvalue()).decode()
+    return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
+
+
+def picture_part(pictures: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
+    """A picture as PNG, or the frames of a video as an MP4 file of two frames a second."""
+    file = io.BytesIO()
+    if not video:
+        pictures[0].save(file, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+        return {"type": "image_url", "image_url": {"url": url}}
+    with av.open(file, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=VIDEO_RATE, options={"qscale": "2"})
+        stream.width, stream.height = pictures[0].size
+        stream.pix_fmt = "yuv420p"
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode(None))
+    url = "data:video/mp4;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def _conversation(history: Sequence[tuple[str, str]], last: Any) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    for question, answer in history:
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return [*turns, {"role": "user", "content": last}]
+
+
+def written(count: int) -> list[Asked]:
+    rng, names = random.Random(0), list(SPEAKERS)
+    return [
+        Asked(
+            "written",
+            _conversation([(styled(rng, q), a) for q, a in sample.history], styled(rng, sample.question)),
+            sample.answer,
+            names[index % len(names)],
+        )
+        for index, sample in enumerate(samples(count, "held_out", seed=2))
+    ]
+
+
+def spoken(count: int) -> list[Asked]:
+    rng, voices = random.Random(3), list(SPEAKERS.values())
+    found = []
+    for index in range(count):
+        sample = spoken_sample(rng, "held_out")
+        said = wav_part(speak(sample.spoken, voices[index % len(voices)]))
+        found.append(Asked("spoken", _conversation(sample.history, [said]), sample.answer))
+    return found
+
+
+def seen(count: int) -> list[Asked]:
+    rng = random.Random(4)
+    found = []
+    for _ in range(count):
+        sample: MediaSample = picture_sample(rng, "held_out")
+        parts = [
+            picture_part(sample.pictures, video=sample.is_video),
+            {"type": "text", "text": styled(rng, sample.question)},
+        ]
+        found.append(
+            Asked("video" if sample.is_video else "image", _conversation(sample.history, parts), sample.answer)
+        )
+    return found
+
+
+def digits(count: int) -> list[Asked]:
+    """Each its own four digits, in one of the voices."""
+    rng, names = random.Random(5), list(SPEAKERS)
+    numbers = rng.sample(range(10_000), count)
+    said = [" ".join(ONES[int(digit)] for digit in f"{number:04d}") for number in numbers]
+    return [
+        Asked("digits", _conversation([], f"say: {words}"), words, names[index % len(names)])
+        for index, words in enumerate(said)
+    ]
+
+
+@asynccontextmanager
+async def served(checkpoint: Path, log: Path) -> AsyncIterator[str]:
+    """A server of the checkpoint on a free port; its URL. Raises RuntimeError with its log when it does not start."""
+    command = [sys.executable, "-m", "triptych", "serve", str(checkpoint), "--deploy-config", "tiny_cpu"]
+    command += ["--served-model-name", "tiny", "--port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log.open("wb"))
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_LOAD_S):
+            while line := (await process.stdout.readline()).decode():
+                if line.startswith("ready in"):
+                    yield line.split(" at ")[1].strip()
+                    return
+        raise RuntimeError(f"the server did not start: {log.read_text(encoding='utf-8')}")
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def ask(client: openai.AsyncOpenAI, asked: Asked, seed: int) -> Reply:
+    """One streamed answer. Raises RuntimeError when it ends without a finish reason."""
+    request: dict[str, Any] = {"model": "tiny", "messages": asked.messages, "stream": True, "seed": seed}
+    if asked.voice is not None:
+        request |= {"modalities": ["text", "audio"], "audio": {"voice": asked.voice, "format": "pcm16"}}
+    text, audio, reason = "", b"", ""
+    async with await client.chat.completions.create(**request) as stream:
+        async for chunk in stream:
+            for choice in chunk.choices:
+                delta = choice.delta.to_dict()
+                text += str(delta.get("content") or "")
+                spoken_part: Any = delta.get("audio") or {}
+                audio += base64.b64decode(spoken_part.get("data") or "")
+                reason = choice.finish_reason or reason
+    if not reason:
+        raise RuntimeError(f"the answer to {asked.messages[-1]} has no end")
+    return Reply(text, np.frombuffer(audio, dtype="<i2").astype(np.float32) / 32768, reason)
+
+
+async def ask_all(url: str, questions: Sequence[Asked], concurrency: int) -> list[Reply]:
+    room = asyncio.Semaphore(concurrency)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_ANSWER_S) as client:
+
+        async def one(index: int, asked: Asked) -> Reply:
+            async with room:
+                return await ask(client, asked, index)
+
+        return list(await asyncio.gather(*(one(index, asked) for index, asked in enumerate(questions))))
+
+
+def score_text(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
+    """Share of exact answers."""
+    wrong = [(a, r) for a, r in zip(questions, replies, strict=True) if r.text != a.answer]
+    for asked, reply in wrong:
+        print(f"  {asked.kind}: {reply.text!r} instead of {asked.answer!r}", file=sys.stderr)
+    return {"replies": len(replies), "right": round(1 - len(wrong) / len(replies), 4)}
+
+
+def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
+    """Word errors against the text and of the teacher, words of the domain found, lengths and voices."""
+    texts, heard, taught = [], [], []
+    words = found = lengths = voices = 0
+    pitches = {name: pitch(speak("what is your number", voice)) for name, voice in SPEAKERS.items()}
+    boundary, low = float(np.sqrt(np.prod(list(pitches.values())))), min(pitches, key=lambda name: pitches[name])
+    for asked, reply in zip(questions, replies, strict=True):
+        assert asked.voice is not None
+        texts.append(reply.text)
+        heard.append(transcribe(reply.audio))
+        taught.append(transcribe(speak(reply.text, SPEAKERS[asked.voice])) if reply.text else "")
+        voices += (pitch(reply.audio) < boundary) == (asked.voice == low)
+        spoken_words = len(fold(reply.text))
+        missed = errors(reply.text, heard[-1])
+        words += spoken_words
+        found += max(0, spoken_words - missed)
+        frames = len(reply.audio) / _FRAME / max(1, spoken_words)
+        lengths += reply.finish_reason == "stop" and _FRAMES_PER_WORD[0] <= frames <= _FRAMES_PER_WORD[1]
+        if missed:
+            print(f"  {asked.voice}: {reply.text!r} heard as {heard[-1]!r}", file=sys.stderr)
+    return {
+        "wer": round(100 * word_error_rate(texts, heard), 2),
+        "wer_teacher": round(100 * word_error_rate(texts, taught), 2),
+        "words_right": round(found / max(1, words), 4),
+        "lengths_right": round(lengths / len(replies), 4),
+        "voices_right": round(voices / len(replies), 4),
+    }
+
+
+async def evaluate(checkpoint: Path, count: int) -> dict[str, Any]:
+    """Everything, as one JSON object: by kind of question."""
+    report: dict[str, Any] = {}
+    async with served(checkpoint, checkpoint.with_name(f"{checkpoint.name}.serve.log")) as url:
+        questions = written(count)
+        replies = await ask_all(url, questions, CONCURRENCY)
+        report["written"] = score_text(questions, replies) | score_speech(questions, replies)
+        questions = digits(32)
+        replies = await ask_all(url, questions, len(questions))
+        report["digits"] = score_text(questions, replies) | score_speech(questions, replies)
+        questions = [*spoken(count), *seen(count)]
+        replies = await ask_all(url, questions, CONCURRENCY)
+        for kind in ("spoken", "image", "video"):
+            pairs = [(a, r) for a, r in zip(questions, replies, strict=True) if a.kind == kind]
+            report[kind] = score_text([a for a, _ in pairs], [r for _, r in pairs])
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--count", type=int, default=200, help="questions of each kind")
+    arguments = parser.parse_args()
+    print(json.dumps(asyncio.run(evaluate(arguments.checkpoint, arguments.count)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
