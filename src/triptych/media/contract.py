@@ -21,13 +21,15 @@ MediaKind = Literal["image", "audio", "video"]
 class MediaPart:
     """One part of a message: where its file is (`https:`, `data:` or `file:` URL), or the file itself.
 
-    `param` is the part's place in the request ("messages.0.content.1"), for errors.
+    `param` is the part's place in the request ("messages.0.content.1"), for errors. `max_pixels` is this image's own
+    limit, where it is lower than that of the request's options.
     """
 
     kind: MediaKind
     param: str
     url: str = ""
     data: bytes = b""
+    max_pixels: int | None = None
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

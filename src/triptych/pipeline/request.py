@@ -10,10 +10,20 @@ from triptych.media.contract import MediaLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaTokens:
+    """How many rows of a prompt hold sound (that of videos included), images and frames of videos."""
+
+    audio: int = 0
+    image: int = 0
+    video: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request ready to run: tokenised, validated, every default filled in, both seeds set.
 
     `talker` is None for text only. `voice` None is the model's own default. `speaks` is whether audio was asked for.
+    `arrival` is the loop's time that its deadline counts from, None: from its submission.
     """
 
     request_id: str
@@ -22,7 +32,9 @@ class GenerationRequest:
     talker: SamplingParams | None = None
     voice: str | None = None
     media: tuple[MediaItem, ...] = ()
+    media_tokens: MediaTokens = MediaTokens()
     lease: MediaLease | None = None  # closed when the request has ended, however it ended
+    arrival: float | None = None
 
     @property
     def speaks(self) -> bool:
@@ -57,6 +69,7 @@ class Done:
     text_tokens: int
     audio_frames: int
     cached_tokens: int = 0  # of the prompt tokens, those that the prefix cache held
+    media_tokens: MediaTokens = MediaTokens()  # of the prompt tokens, those that stand for media
 
 
 Event = TextDelta | AudioDelta | Done

@@ -81,6 +81,7 @@ class RequestState:
             cached_tokens=self.cached_tokens,
             text_tokens=self.text_tokens,
             audio_frames=self.audio_frames,
+            media_tokens=self.request.media_tokens,
         )
 
     def waits_for(self) -> StageKind | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from triptych.config.schema import StageKind
 from triptych.connectors.wire import Abort, AudioOutput, Failed, Grant, SpeechOutput, TextOutput
 from triptych.errors import DeadlineError, RequestError, StageError, TriptychError
+from triptych.media.contract import MediaLease
 from triptych.pipeline.admission import AUDIO_CREDIT, Admission
 from triptych.pipeline.request import GenerationRequest
 from triptych.pipeline.request_state import RequestState
@@ -31,12 +32,17 @@ class _Running:
 @dataclass(slots=True)
 class _Freeing:
     stages: set[StageKind]
+    lease: MediaLease | None
     deadline: asyncio.TimerHandle
 
 
 class RequestTable:
     """Announces requests to their stages, turns what the stages say into events, and ends each request exactly once:
-    done, failed, cancelled or left by its consumer. All but the first abort it in every stage."""
+    done, failed, cancelled or left by its consumer. All but the first abort it in every stage.
+
+    From `open` on the table owns the request's lease. It is closed when no stage can want its media any more: when the
+    request is done, or when every stage that was told to free it has.
+    """
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -53,7 +59,10 @@ class RequestTable:
         return len(self._freeing)
 
     def open(self, request: GenerationRequest, admission: Admission, timeout_s: float) -> RequestStream:
-        """Raises RequestError when the id is in use: one id names one request, in all stages."""
+        """Raises RequestError when the id is in use: one id names one request, in all stages.
+
+        `timeout_s` counts from the request's arrival.
+        """
         request_id = request.request_id
         if request_id in self._running or request_id in self._freeing:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
@@ -64,7 +73,12 @@ class RequestTable:
                 on_taken=lambda: self._grant(request_id),
                 on_left=lambda: self._leave(request_id),
             ),
-            deadline=self._loop.call_later(timeout_s, self._expire, request_id, timeout_s),
+            deadline=self._loop.call_at(
+                (self._loop.time() if request.arrival is None else request.arrival) + timeout_s,
+                self._expire,
+                request_id,
+                timeout_s,
+            ),
         )
         self._running[request_id] = running
         for kind, message in admission.messages:
@@ -95,6 +109,7 @@ class RequestTable:
         if done is not None:
             running.deadline.cancel()
             del self._running[state.request_id]
+            _close(state.request.lease)
             stream.push(done)
 
     def cancel(self, request_id: str) -> None:
@@ -121,6 +136,7 @@ class RequestTable:
             if not freeing.stages:
                 freeing.deadline.cancel()
                 del self._freeing[request_id]
+                _close(freeing.lease)
 
     def fail_all(self, error: TriptychError) -> None:
         for running in list(self._running.values()):
@@ -130,6 +146,7 @@ class RequestTable:
         """Nobody answers any more."""
         for freeing in self._freeing.values():
             freeing.deadline.cancel()
+            _close(freeing.lease)
         self._freeing.clear()
 
     def _grant(self, request_id: str) -> None:
@@ -161,9 +178,19 @@ class RequestTable:
         hosts = {self._supervisor.host(kind) for kind in running.state.stages}
         told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
         stages = {kind for kind in running.state.stages if self._supervisor.host(kind) in told}
+        lease = running.state.request.lease
         if stages:
-            self._freeing[request_id] = _Freeing(stages, self._loop.call_later(FREE_S, self._give_up, request_id))
+            deadline = self._loop.call_later(FREE_S, self._give_up, request_id)
+            self._freeing[request_id] = _Freeing(stages, lease, deadline)
+        else:
+            _close(lease)
 
     def _give_up(self, request_id: str) -> None:
         freeing = self._freeing.pop(request_id)
+        _close(freeing.lease)
         logger.warning("request %s: no answer to its abort from %s", request_id, ", ".join(sorted(freeing.stages)))
+
+
+def _close(lease: MediaLease | None) -> None:
+    if lease is not None:
+        lease.close()
