@@ -168,3 +168,30 @@ def test_no_other_file_passes_for_a_segment(name: str) -> None:
 def test_the_token_is_the_run_directory_without_the_program() -> None:
     assert segments.token_of("/tmp/triptych-12xab") == segments.token_of("/tmp/triptych-12xab/") == "12xab"
     assert segments.token_of("/run/other") == "other"
+
+
+def test_a_held_segment_is_read_by_many_and_stays_until_its_holder_unlinks_it() -> None:
+    name = SegmentWriter(TOKEN, "media").write([(0, b"abc")])
+    first, second = segments.map_readonly(name, "media"), segments.map_readonly(name, "media")
+    first[0] = ord("x")  # a page of its own
+    assert (first[:], second[:]) == (b"xbc", b"abc")
+    segments.unlink(name)
+    assert second[:] == b"abc"
+    with pytest.raises(FileNotFoundError):
+        segments.map_readonly(name, "media")
+
+
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "/etc/passwd", f"triptych-{TOKEN}-talker-1.2.3", "a/b"])
+def test_what_is_no_segment_of_the_process_is_never_mapped(name: str) -> None:
+    with pytest.raises(ValueError, match="not the name of a shared memory segment of 'media'"):
+        segments.map_readonly(name, "media")
+
+
+def test_a_segment_can_be_written_under_a_name_reserved_by_another() -> None:
+    names = SegmentWriter(TOKEN, "media")
+    first, second = names.reserve(), names.reserve()
+    segments.write(second, [(0, b"two")])
+    assert first != second and existing() == {second} and segments.is_segment(second, TOKEN, "media")
+    with pytest.raises(FileExistsError):
+        segments.write(second, [(0, b"again")])
+    segments.unlink(second)

@@ -1,11 +1,12 @@
-"""Shared memory segments: files that only memory holds, written once by one process and read once by another.
+"""Shared memory segments: files that only memory holds, written once by one process and read by another.
 
 A segment is called `triptych-<token>-<process>-<n>`. The token names the server and begins with its pid
 (`<pid>x<random>`), `process` is the stage process that made it, and `n` is `<pid namespace>.<pid>.<count>`, so that a
 process that was started again never reuses the name of a segment whose announcement may still be on its way.
 
-The reader unlinks a segment as soon as it has mapped it; the kernel frees the memory with the last mapping. What nobody
-maps is unlinked by its writer, and what a dead writer left by the `sweep` of whoever outlives it.
+The reader unlinks a segment as soon as it has mapped it (`take`); the kernel frees the memory with the last mapping.
+What nobody maps is unlinked by its writer, and what a dead writer left by the `sweep` of whoever outlives it. A segment
+that many read (`map_readonly`) is unlinked by the process that holds it for them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def _pid_namespace() -> int:
 
 DIRECTORY = _directory()
 _NAMESPACE = _pid_namespace()
+_TOKEN = r"[1-9]\d{0,8}x[^-/]+"
 _NUMBER = r"\d+\.\d+\.\d+"
 _STALE = re.compile(rf"triptych-([1-9]\d{{0,8}})x[^-]+-.+-{_NAMESPACE}\.\d+\.\d+")
 
@@ -51,36 +53,63 @@ class SegmentWriter:
         self._prefix = f"{_prefix(token, process)}{_NAMESPACE}.{os.getpid()}."
         self._counter = itertools.count()
 
-    def write(self, pieces: Iterable[tuple[int, Buffer]]) -> str:
-        """Make a segment that holds each piece at its offset, in bytes, and return its name.
+    def reserve(self) -> str:
+        """A name that no other segment has or will have, for `write`."""
+        return f"{self._prefix}{next(self._counter)}"
 
-        Raises OSError, with nothing left behind, when there is no room (ENOSPC) or no file descriptor.
-        """
-        name = f"{self._prefix}{next(self._counter)}"
-        # Written, not mapped: a full filesystem is then an error of `write` and not a SIGBUS.
-        fd = os.open(_path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        try:
-            for offset, piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest:
-                    written = os.pwrite(fd, rest, offset)
-                    rest, offset = rest[written:], offset + written
-        except OSError:
-            unlink(name)
-            raise
-        finally:
-            os.close(fd)
+    def write(self, pieces: Iterable[tuple[int, Buffer]]) -> str:
+        """Make a segment under a new name and return that; see `write`."""
+        name = self.reserve()
+        write(name, pieces)
         return name
+
+
+def write(name: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+    """Make a segment that holds each piece at its offset, in bytes.
+
+    Raises OSError, with nothing left behind, when there is no room (ENOSPC) or no file descriptor.
+    """
+    # Written, not mapped: a full filesystem is then an error of `write` and not a SIGBUS.
+    fd = os.open(_path(name), os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        for offset, piece in pieces:
+            rest = memoryview(piece).cast("B")
+            while rest:
+                written = os.pwrite(fd, rest, offset)
+                rest, offset = rest[written:], offset + written
+    except OSError:
+        unlink(name)
+        raise
+    finally:
+        os.close(fd)
 
 
 def take(name: str) -> mmap.mmap:
     """Map a segment and unlink it. Writes go to private copies of its pages. Raises OSError, or ValueError if empty."""
+    try:
+        return _map(name)
+    finally:
+        unlink(name)
+
+
+def map_readonly(name: str, process: str) -> mmap.mmap:
+    """Map a segment of that process that somebody else holds, and leave it where it is.
+
+    Writes go to private copies of its pages, so what others see never changes; a mapping outlives the segment's name.
+    Raises ValueError for a name that is not one of a segment of `process` or for an empty segment, OSError
+    (FileNotFoundError) for a segment that is gone.
+    """
+    if re.fullmatch(rf"triptych-{_TOKEN}-{re.escape(quote(process, safe=''))}-{_NUMBER}", name) is None:
+        raise ValueError(f"{name!r} is not the name of a shared memory segment of {process!r}")
+    return _map(name)
+
+
+def _map(name: str) -> mmap.mmap:
     fd = os.open(_path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(fd)
-        unlink(name)
 
 
 def unlink(name: str) -> None:
