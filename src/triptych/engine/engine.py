@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from triptych.engine.batch import ScheduledRow
+from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.scheduler import Scheduler
 
@@ -28,15 +28,16 @@ class Engine:
         return self.scheduler.has_work()
 
     @torch.inference_mode()
-    def step(self, draw: Draw) -> None:
-        """Run what the scheduler gives out, if anything, and `draw` from what has reached its end."""
+    def step(self, draw: Draw) -> ScheduledBatch | None:
+        """Run what the scheduler gives out, if anything, and `draw` from what has reached its end. Returns what ran."""
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
-            return
+            return None
         sampling, hidden = self.runner.execute(batch)
         self.scheduler.update(batch)
         if hidden is not None:
             draw(sampling, hidden)
         self.num_steps += 1
         self.step_seconds += time.perf_counter() - started
+        return batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +39,7 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
     """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped."""
     tile = ROW_TILE if batch_invariant else 1
     count = padded_rows(batch.num_tokens, tile)
-    positions = np.zeros(count, dtype=np.int64)
+    indices = np.zeros(count, dtype=np.int64)  # of each row within its request
     slots = np.arange(count, dtype=np.int64) % block_size  # trash block, for the padded rows
     decodes = [row for row in batch.rows if _is_decode(row)]
     rows = (*decodes, *(row for row in batch.rows if not _is_decode(row)))
@@ -49,7 +50,7 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
     for index, row in enumerate(rows):
         span = np.arange(row.start, row.start + row.num_tokens, dtype=np.int64)
         blocks = np.asarray(row.request.block_ids, dtype=np.int64)
-        positions[at : at + row.num_tokens] = span
+        indices[at : at + row.num_tokens] = span
         slots[at : at + row.num_tokens] = blocks[span // block_size] * block_size + span % block_size
         if index >= len(decodes):
             pieces.extend(_pieces(row, at, blocks, block_size, device, batch_invariant))
@@ -72,11 +73,27 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
     return StepInputs(
         rows=rows,
         num_rows=count,
-        positions=torch.from_numpy(positions).to(device).expand(3, -1),
+        positions=_positions(rows, indices, device),
         metadata=metadata,
         sampling=tuple(sampling),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),
     )
+
+
+def _positions(rows: Sequence[ScheduledRow], indices: _Ints, device: torch.device) -> Tensor:
+    """[3, N]: row r stands at r, where its request does not say otherwise."""
+    if all(row.request.positions is None for row in rows):
+        return torch.from_numpy(indices).to(device).expand(3, -1)
+    positions = np.tile(indices.astype(np.float32), (3, 1))
+    at = 0
+    for row in rows:
+        end, placed = at + row.num_tokens, row.request.positions
+        if placed is not None:
+            prompt = placed[:, row.start : row.start + row.num_tokens]
+            positions[:, at : at + prompt.shape[1]] = prompt
+            positions[:, at + prompt.shape[1] : end] += np.float32(row.request.position_delta)
+        at = end
+    return torch.from_numpy(positions).to(device)
 
 
 def _is_decode(row: ScheduledRow) -> bool:

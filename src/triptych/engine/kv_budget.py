@@ -6,9 +6,11 @@ from triptych.config.schema import StageConfig
 from triptych.errors import ConfigError
 
 
-def bytes_per_block(*, layers: int, block_size: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes of one block, keys and values over all layers."""
-    return layers * block_size * 2 * kv_heads * head_dim * itemsize
+def bytes_per_block(
+    *, layers: int, block_size: int, kv_heads: int, head_dim: int, itemsize: int, hidden_size: int = 0
+) -> int:
+    """Bytes of one block: keys and values over all layers, and a hidden state of `hidden_size` a row."""
+    return block_size * (layers * 2 * kv_heads * head_dim + hidden_size) * itemsize
 
 
 def granted_blocks(config: StageConfig, block_bytes: int, cache_bytes: int, path: str) -> int:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.config.schema import StageConfig
@@ -23,7 +27,11 @@ def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, 
 
 
 class KVCache:
-    """One tensor a layer, [num_blocks, block_size, 2 * kv_heads, head_dim]: keys, then values. Block 0 is trash."""
+    """One tensor a layer, [num_blocks, block_size, 2 * kv_heads, head_dim]: keys, then values. Block 0 is trash.
+
+    With a `hidden_size` also `hidden` [num_blocks * block_size, hidden_size], hidden states that another stage needs:
+    they lie in the blocks of their rows, so a prefix-cache hit has them too.
+    """
 
     def __init__(
         self,
@@ -35,6 +43,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        hidden_size: int = 0,
     ) -> None:
         self.num_blocks, self.block_size, self.kv_heads = num_blocks, block_size, kv_heads
         # Zeros, not garbage: a masked position still takes part as 0 * value, and NaN would survive that.
@@ -42,7 +51,17 @@ class KVCache:
             torch.zeros(num_blocks, block_size, 2 * kv_heads, head_dim, dtype=dtype, device=device)
             for _ in range(layers)
         ]
+        self.hidden: Tensor | None = None
+        if hidden_size:
+            self.hidden = torch.zeros(num_blocks * block_size, hidden_size, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.layers) + (0 if self.hidden is None else self.hidden.nbytes)
+
+    def hidden_of(self, block_ids: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
+        """The hidden states of `rows` [n] of the request that holds `block_ids`, as a copy [n, hidden_size]."""
+        assert self.hidden is not None
+        blocks = np.asarray(block_ids, dtype=np.int64)
+        slots = blocks[rows // self.block_size] * self.block_size + rows % self.block_size
+        return self.hidden.index_select(0, torch.from_numpy(slots).to(self.hidden.device))

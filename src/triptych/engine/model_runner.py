@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
-from triptych.engine.inputs import build_inputs
+from triptych.engine.inputs import StepInputs, build_inputs
 from triptych.engine.kv_cache import KVCache
 from triptych.layers.attention import PagedMetadata
+from triptych.layers.decoder import BetweenLayers
 
 
 class StepModel(Protocol):
     """A decoder that the runner can step."""
 
-    def __call__(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        caches: list[Tensor],
+        metadata: PagedMetadata,
+        between: BetweenLayers | None = None,
+    ) -> Tensor:
         """Rows [N, hidden] -> hidden states [N, hidden]."""
 
 
@@ -29,12 +37,19 @@ class RowEmbedder(Protocol):
 
 
 class ModelRunner:
-    """Runs one batch at a time; holds no policy."""
+    """Runs one batch at a time; holds no policy. `between` says what a step does between the layers, if anything."""
 
     def __init__(
-        self, *, model: StepModel, embed: RowEmbedder, cache: KVCache, device: torch.device, batch_invariant: bool
+        self,
+        *,
+        model: StepModel,
+        embed: RowEmbedder,
+        cache: KVCache,
+        device: torch.device,
+        batch_invariant: bool,
+        between: Callable[[StepInputs], BetweenLayers | None] | None = None,
     ) -> None:
-        self.model, self.embed, self.cache = model, embed, cache
+        self.model, self.embed, self.cache, self.between = model, embed, cache, between
         self.device, self.batch_invariant = device, batch_invariant
 
     def execute(self, batch: ScheduledBatch) -> tuple[tuple[ScheduledRow, ...], Tensor | None]:
@@ -47,7 +62,8 @@ class ModelRunner:
             batch, block_size=self.cache.block_size, device=self.device, batch_invariant=self.batch_invariant
         )
         x = self.embed(inputs.rows, inputs.num_rows)
-        hidden = self.model(x, inputs.positions, self.cache.layers, inputs.metadata)
+        between = self.between(inputs) if self.between is not None else None
+        hidden = self.model(x, inputs.positions, self.cache.layers, inputs.metadata, between)
         if not inputs.sampling:
             return (), None
         return inputs.sampling, hidden.index_select(0, inputs.sample_rows)

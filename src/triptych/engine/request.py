@@ -6,6 +6,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from triptych.config.sampling import SamplingParams
 
 
@@ -42,6 +45,13 @@ class EngineRequest:
     single_from: int | None = None
     # Media whose first row is the key, as a digest of what was fed: equal placeholder ids with other media never match.
     content_keys: dict[int, bytes] = field(default_factory=dict)
+    # Spans of known prompt rows whose inputs are not at hand, by start: media not encoded, hidden rows on their way.
+    # They cannot be computed; a prefix-cache hit may cover them. Whoever brings the inputs takes the span away.
+    absent: list[tuple[int, int]] = field(default_factory=list)
+    # Where the prompt rows stand on the three axes of M-RoPE, [3, num_prompt_tokens]; row r behind them stands at
+    # r + position_delta. None: row r at r on all three.
+    positions: NDArray[np.float32] | None = None
+    position_delta: float = 0.0
     # Tokens drawn so far. Row p draws the next one only if p == num_prompt_tokens - 1 + num_sampled, so a row that is
     # recomputed after a preemption never draws twice.
     num_sampled: int = 0

@@ -4,8 +4,8 @@
        ^                                 |
        +---- preempt (keeps its slot) ---+
 
-There are no phases: `num_computed_tokens` chases `num_tokens`. A running request whose known rows are all computed, or
-that is parked, is idle: it keeps slot and blocks and costs nothing until rows or credit arrive.
+There are no phases: `num_computed_tokens` chases `num_tokens`. A running request whose known rows are all computed, whose
+next row is absent, or that is parked, is idle: it keeps slot and blocks and costs nothing until rows or credit arrive.
 
 The engine's turn is: `batch = schedule()`; run it; `update(batch)`; then for each row with `samples` draw a token and
 call `sampled(request)`; `extend(request, token_id)` whenever one more row is known; `finish(request, reason)`.
@@ -131,6 +131,10 @@ class Scheduler:
         if request := self._requests.get(request_id):
             request.parked = False
 
+    def num_hit_tokens(self, request: EngineRequest) -> int:
+        """Rows of a waiting request that the prefix cache holds at this moment and would spare it."""
+        return len(self._hits(request)) * self.config.block_size
+
     def get(self, request_id: str) -> EngineRequest | None:
         """The unfinished request of that id."""
         return self._requests.get(request_id)
@@ -213,11 +217,13 @@ class Scheduler:
 
     # -- rules ------------------------------------------------------------------------------------------------------
 
-    def _end(self, request: EngineRequest, start: int) -> int:
+    def _end(self, request: EngineRequest, start: int, *, through_absent: bool = False) -> int:
         """Where a piece from row `start` would end under no budget; 0 when the request cannot run now."""
         end = request.num_tokens
         if end <= start or request.parked:
             return 0
+        if request.absent and not through_absent:
+            end = min(end, next((low for low, high in request.absent if high > start), end))
         single_from = request.single_from
         # The rest of the prompt has not arrived: a cut like one of the budget, unless a piece always ends there.
         if end < request.num_prompt_tokens and end != single_from:
@@ -268,12 +274,16 @@ class Scheduler:
     def _candidates(self) -> Iterator[EngineRequest]:
         """Requests without blocks that could run if they got some, in the order in which they are served."""
         for request in tuple(self._preempted):
-            if self._end(request, 0):
+            if self._can_start(request):
                 yield request
         if self._free_slots:
             for request in tuple(self._waiting.values()):
-                if self._end(request, 0):
+                if self._can_start(request):
                     yield request
+
+    def _can_start(self, request: EngineRequest) -> bool:
+        start = self.num_hit_tokens(request) if request.absent else 0  # a hit may reach beyond absent rows
+        return self._end(request, start) > 0
 
     def _admit(
         self,
@@ -311,7 +321,7 @@ class Scheduler:
             return []
         self.pool.hash_blocks(request)
         hits = self.pool.match_prefix(request.token_ids, request.block_hashes)
-        num_tokens = min(len(hits) * self.config.block_size, self._end(request, 0) - 1)
+        num_tokens = min(len(hits) * self.config.block_size, self._end(request, 0, through_absent=True) - 1)
         return hits[: (num_tokens - num_tokens % self._hit_alignment) // self.config.block_size]
 
     def _fits(self, request: EngineRequest, hits: Sequence[int], yielding: Sequence[EngineRequest] = ()) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -12,6 +13,13 @@ from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class BetweenLayers(Protocol):
+    """What one step does to its rows between the layers of a decoder."""
+
+    def __call__(self, layer: int, x: Tensor) -> Tensor:
+        """x [N, hidden] as layer `layer` (from 0) gave it -> as the next one takes it; may be in the same memory."""
 
 
 class DecoderLayer(nn.Module):

@@ -24,7 +24,8 @@ def check_limits(deploy: DeployConfig, config: OmniConfig) -> None:
     for index, stage in enumerate(deploy.stages):
         decoder = _decoder(stage, config)
         if decoder is not None:
-            _check_engine(stage, decoder, f"stages[{index}]")
+            kept = stage.stage == "thinker" and deploy.stage("talker") is not None  # hidden states, for the Talker
+            _check_engine(stage, decoder, decoder.hidden_size if kept else 0, f"stages[{index}]")
             path = f"stages[{index}].default_sampling_params"
             sampling_params(stage.default_sampling_params, path).check_vocabulary(decoder.vocab_size, f"{path}.")
 
@@ -35,13 +36,14 @@ def _decoder(stage: StageConfig, config: OmniConfig) -> DecoderConfig | None:
     return config.talker.text if stage.stage == "talker" and config.talker is not None else None
 
 
-def _check_engine(stage: StageConfig, decoder: DecoderConfig, path: str) -> None:
+def _check_engine(stage: StageConfig, decoder: DecoderConfig, hidden_size: int, path: str) -> None:
     block_bytes = bytes_per_block(
         layers=decoder.num_hidden_layers,
         block_size=stage.block_size,
         kv_heads=decoder.num_key_value_heads,
         head_dim=decoder.head_dim,
         itemsize=_ITEMSIZE[stage.dtype],
+        hidden_size=hidden_size,
     )
     on_cpu = stage.devices == "cpu"
     num_blocks = granted_blocks(stage, block_bytes, stage.kv_cache_bytes if on_cpu else 2**62, path)

@@ -102,15 +102,26 @@ def row_tile(config: StageConfig) -> int:
 
 
 def set_up_decoder(
-    config: StageConfig, decoder: DecoderConfig, weight_bytes: int, device: torch.device, dtype: torch.dtype
+    config: StageConfig,
+    decoder: DecoderConfig,
+    weight_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    keep_hidden: bool = False,
 ) -> DecoderSetup:
-    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `weight_bytes` go from its share."""
+    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `weight_bytes` go from its share.
+
+    `keep_hidden`: the cache has room for one hidden state a row.
+    """
+    hidden_size = decoder.hidden_size if keep_hidden else 0
     per_block = bytes_per_block(
         layers=decoder.num_hidden_layers,
         block_size=config.block_size,
         kv_heads=decoder.num_key_value_heads,
         head_dim=decoder.head_dim,
         itemsize=dtype.itemsize,
+        hidden_size=hidden_size,
     )
     blocks = num_blocks(config, per_block, device, weight_bytes)
     cache = KVCache(
@@ -121,6 +132,7 @@ def set_up_decoder(
         head_dim=decoder.head_dim,
         dtype=dtype,
         device=device,
+        hidden_size=hidden_size,
     )
     scheduler = Scheduler(scheduler_config(config, blocks))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)

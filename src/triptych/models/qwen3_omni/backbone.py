@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import Tensor, nn
 
 from triptych.layers.attention import AttentionProjections, PagedAttention, PagedMetadata
-from triptych.layers.decoder import Attend, DecoderLayer
+from triptych.layers.decoder import Attend, BetweenLayers, DecoderLayer
 from triptych.layers.linear import GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
@@ -58,11 +58,20 @@ class Backbone(nn.Module):
         )
         self.steps = prepared_layers(self.layers, row_tile)
 
-    def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        caches: list[Tensor],
+        metadata: PagedMetadata,
+        between: BetweenLayers | None = None,
+    ) -> Tensor:
         """x [N, hidden], positions [3, N] -> normalised hidden states [N, hidden]."""
         cos, signed_sin = self.rotary(positions, x.dtype)
-        for step, cache in zip(self.steps, caches, strict=True):
+        for layer, (step, cache) in enumerate(zip(self.steps, caches, strict=True)):
             x = step(x, cos, signed_sin, PagedAttention(cache, self.config.num_key_value_heads, metadata))
+            if between is not None:
+                x = between(layer, x)
         return self.norm.forward(x)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.layers.attention import PagedMetadata
+from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
@@ -127,9 +128,16 @@ class Talker(nn.Module):
         codes = F.embedding(code_rows, self.code_table).sum(dim=1)
         return codes.add_(F.embedding(text_ids, self.text_table))
 
-    def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        caches: list[Tensor],
+        metadata: PagedMetadata,
+        between: BetweenLayers | None = None,
+    ) -> Tensor:
         """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""
-        hidden: Tensor = self.backbone(x, positions, caches, metadata)
+        hidden: Tensor = self.backbone(x, positions, caches, metadata, between)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.attention import PagedMetadata
+from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
@@ -45,9 +46,16 @@ class Thinker(nn.Module):
         """ids [N] -> [N, hidden]."""
         return F.embedding(token_ids, self.embed_tokens)
 
-    def forward(self, x: Tensor, positions: Tensor, caches: list[Tensor], metadata: PagedMetadata) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        caches: list[Tensor],
+        metadata: PagedMetadata,
+        between: BetweenLayers | None = None,
+    ) -> Tensor:
         """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""
-        hidden: Tensor = self.backbone(x, positions, caches, metadata)
+        hidden: Tensor = self.backbone(x, positions, caches, metadata, between)
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
