@@ -56,6 +56,17 @@ class MediaFeatures(msgspec.Struct, frozen=True, kw_only=True):
     sound: MediaFeatures | None = None
 
 
+@dataclass(slots=True)
+class MediaStats:
+    """Counters of a loader since its start."""
+
+    decoded: int = 0  # parts that a worker decoded
+    cache_hits: int = 0  # parts that had been decoded before
+    refused: int = 0  # parts that ended in an error of the client
+    fetch_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
 class MediaLease(Protocol):
     """Decoded parts of one request, in their order; their shared memory stays until `close`, which is idempotent."""
 
@@ -67,6 +78,9 @@ class MediaLease(Protocol):
 
 class MediaLoader(Protocol):
     """Fetches and decodes. Safe to call from many requests at once in one event loop."""
+
+    @property
+    def stats(self) -> MediaStats: ...
 
     async def load(self, parts: Sequence[MediaPart], options: MediaOptions) -> MediaLease:
         """All parts of one request, or an error and nothing held.
