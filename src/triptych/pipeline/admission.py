@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from triptych.config.schema import DeployConfig, StageKind
-from triptych.connectors.wire import SubmitCodec, SubmitSpeech, SubmitText
+from triptych.connectors.wire import MediaItem, SubmitCodec, SubmitSpeech, SubmitText
 from triptych.errors import ContextLengthError, RequestError
-from triptych.models.qwen3_omni.bridge import ASSISTANT_ROWS, HEADER_ROWS, talker_prompt_token_ids
+from triptych.models.qwen3_omni.bridge import ASSISTANT_ROWS, HEADER_ROWS, talker_prompt_token_ids, talker_spans
 from triptych.models.qwen3_omni.config import OmniConfig, TalkerConfig
+from triptych.models.qwen3_omni.media_layout import media_rows
+from triptych.pipeline.prepare import SHORTEN_MEDIA
 from triptych.pipeline.request import GenerationRequest
 
 AUDIO_CREDIT = 16  # audio chunks of one request that may wait for its client
@@ -51,19 +54,27 @@ def _text(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) 
     context = _context(deploy, "thinker", config.thinker.max_position_embeddings)
     left = context - len(prompt)
     if left < 1:
+        among, remedy = _media_share(request.media, config)
         raise ContextLengthError(
-            f"the prompt has {len(prompt)} tokens, and this model's context of {context} tokens must hold it and at "
-            "least 1 token of the answer; shorten the messages"
+            f"the prompt has {len(prompt)} tokens{among}, and this model's context of {context} tokens must hold it "
+            f"and at least 1 token of the answer; shorten the messages{remedy}"
         )
     wanted = request.thinker.max_tokens
     if wanted is not None and wanted > left:
+        among, remedy = _media_share(request.media, config)
         raise ContextLengthError(
-            f"{len(prompt)} prompt tokens and max_tokens {wanted} make {len(prompt) + wanted}, more than this model's "
-            f"context of {context} tokens; shorten the messages or ask for at most {left} tokens",
+            f"{len(prompt)} prompt tokens{among} and max_tokens {wanted} make {len(prompt) + wanted}, more than this "
+            f"model's context of {context} tokens; shorten the messages{remedy} or ask for at most {left} tokens",
             param="max_tokens",
         )
     params = msgspec.structs.replace(request.thinker, max_tokens=wanted or left)
-    return SubmitText(request_id=request.request_id, prompt_token_ids=prompt, params=params, speak=request.speaks)
+    return SubmitText(
+        request_id=request.request_id,
+        prompt_token_ids=prompt,
+        params=params,
+        speak=request.speaks,
+        media=request.media,
+    )
 
 
 def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) -> SubmitSpeech:
@@ -73,20 +84,42 @@ def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig
     speaker_id = _speaker_id(request.voice, talker, config)
     try:
         prompt = talker_prompt_token_ids(request.prompt_token_ids, config)
+        media = _talker_media(request, config)
     except ValueError as error:
         raise RequestError(f"this prompt cannot be answered in speech: {error}", param="messages") from error
     context = _context(deploy, "talker", talker.text.max_position_embeddings)
     rows = len(prompt) - HEADER_ROWS + ASSISTANT_ROWS
     left = context - rows
     if left < 1:
+        among, remedy = _media_share(media, config)
         raise ContextLengthError(
-            f"the user turns make {rows} positions for the speech stage, whose context of {context} must hold them "
-            "and at least 1 frame of speech; shorten the user messages, or ask for text only"
+            f"the user turns make {rows} positions{among} for the speech stage, whose context of {context} must hold "
+            f"them and at least 1 frame of speech; shorten the user messages{remedy}, or ask for text only"
         )
     codec = config.code2wav.max_position_embeddings if config.code2wav is not None else left
     most = min(request.talker.max_tokens or left, left, _context(deploy, "code2wav", codec))
     params = msgspec.structs.replace(request.talker, max_tokens=most)
-    return SubmitSpeech(request_id=request.request_id, prompt_token_ids=prompt, speaker_id=speaker_id, params=params)
+    return SubmitSpeech(
+        request_id=request.request_id, prompt_token_ids=prompt, speaker_id=speaker_id, params=params, media=media
+    )
+
+
+def _talker_media(request: GenerationRequest, config: OmniConfig) -> tuple[MediaItem, ...]:
+    """The media of the user turns where the Talker's prompt has it. The Talker gets the rows from the Thinker."""
+    spans = talker_spans(request.prompt_token_ids, request.media, config)
+    return tuple(
+        msgspec.structs.replace(request.media[span.part], start=span.start, end=span.end, features=None)
+        for span in spans
+    )
+
+
+def _media_share(media: Sequence[MediaItem], config: OmniConfig) -> tuple[str, str]:
+    """How much of a prompt is media, and what makes it less: two pieces of a message, empty without any."""
+    if not media:
+        return "", ""
+    rows = media_rows(media, config.media)
+    listed = " and ".join(f"{count} of {kind}" for kind, count in rows.items() if count)
+    return f" ({listed})", f", {SHORTEN_MEDIA},"
 
 
 def _speaker_id(voice: str | None, talker: TalkerConfig, config: OmniConfig) -> int:

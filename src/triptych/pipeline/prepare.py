@@ -13,12 +13,16 @@ import msgspec
 
 from triptych.config.sampling import SamplingParams, is_text, sampling_params
 from triptych.config.schema import DeployConfig, StageKind
+from triptych.connectors.wire import MediaItem
 from triptych.errors import ConfigError, ContextLengthError, RequestError
+from triptych.media.contract import MediaFeatures, MediaLease
 from triptych.models.qwen3_omni.config import OmniConfig
+from triptych.models.qwen3_omni.media_layout import KINDS, Span, expand, part_rows
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.request import GenerationRequest
 
 ROLES = ("system", "user", "assistant")
+SHORTEN_MEDIA = "send smaller pictures (max_pixels), fewer frames of a video (fps, num_frames) or shorter clips"
 
 
 def prepare(
@@ -33,24 +37,23 @@ def prepare(
     talker: Mapping[str, Any] | None = None,
     voice: str | None = None,
     seed: int | None = None,
+    media: Sequence[MediaFeatures] = (),
+    lease: MediaLease | None = None,
 ) -> GenerationRequest:
     """Tokenise and check a request, and fill every default.
 
     `thinker` and `talker` override the `default_sampling_params` of their own stage and of no other: greedy text never
     makes speech greedy. `seed` seeds both stages unless an override names another; without any, one fresh seed is
-    drawn for both. Raises RequestError naming the field. Whether the request fits is for admission to say.
+    drawn for both. `media` are the decoded media parts of the messages, in order, and `lease` is what holds them; it
+    stays the caller's when this raises. Raises RequestError naming the field. Whether the request fits is for admission
+    to say.
     """
-    check_messages(messages)
-    speaker = check_speech(config, deploy, voice) if speak else None
-    fresh = secrets.randbits(63)
-    params = _params("thinker", deploy, thinker or {}, seed, fresh)
-    _check_vocabulary(params, config.thinker.vocab_size)
-    speech = None
-    if speak and config.talker is not None:
-        speech = _params("talker", deploy, talker or {}, seed, fresh)
-        _check_vocabulary(speech, config.talker.text.vocab_size, "talker.")
+    check_messages(messages, config)
+    speaker, params, speech = _options(config, deploy, speak, thinker or {}, talker or {}, voice, seed)
     context = context_length(config, deploy)
-    prompt = _encode(processor, messages, context)
+    rows = sum(part_rows(part, config.media) for part in media)
+    _check_length(processor.fewest_tokens(messages), rows, context)
+    prompt, spans = expand(processor.encode(messages), media, config)
     if (thinker or {}).get("max_tokens") is None:
         params = _fit(params, context - len(prompt))
     return GenerationRequest(
@@ -59,22 +62,69 @@ def prepare(
         thinker=params,
         talker=speech,
         voice=speaker,
+        media=media_items(media, spans),
+        lease=lease,
     )
 
 
-def _encode(processor: Processor, messages: Sequence[Mapping[str, Any]], context: int) -> tuple[int, ...]:
-    """The prompt. One that is far too long is refused before the work of tokenising it."""
-    fewest = processor.fewest_tokens(messages)
-    if fewest >= context:
-        raise ContextLengthError(
-            f"the messages have {fewest} tokens or more, and this model's context of {context} tokens must hold them "
-            "and at least 1 token of the answer; shorten the messages"
+def check_request(
+    *,
+    processor: Processor,
+    config: OmniConfig,
+    deploy: DeployConfig,
+    messages: Sequence[Mapping[str, Any]],
+    speak: bool,
+    thinker: Mapping[str, Any] | None = None,
+    talker: Mapping[str, Any] | None = None,
+    voice: str | None = None,
+    seed: int | None = None,
+) -> None:
+    """Refuse what `prepare` would refuse whatever the media is like: before anything is fetched or decoded."""
+    check_messages(messages, config)
+    _options(config, deploy, speak, thinker or {}, talker or {}, voice, seed)
+    _check_length(processor.fewest_tokens(messages), 0, context_length(config, deploy))
+
+
+def media_items(media: Sequence[MediaFeatures], spans: Sequence[Span]) -> tuple[MediaItem, ...]:
+    """The parts of a request at their places in its prompt."""
+    items = []
+    for span in spans:
+        part = media[span.part]
+        features = part.sound if span.in_video and part.sound is not None else part
+        items.append(
+            MediaItem(
+                kind=features.kind,
+                start=span.start,
+                end=span.end,
+                digest=features.digest,
+                grid=features.grid,
+                second_per_grid=features.second_per_grid,
+                num_mel_frames=features.num_mel_frames,
+                in_video=span.in_video,
+                features=features.features,
+            )
         )
-    return processor.encode(messages)
+    return tuple(items)
 
 
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise RequestError with the dotted path of the first part that is not text by a system, user or assistant."""
+def _check_length(fewest: int, media_rows: int, context: int) -> None:
+    """A prompt that is far too long is refused before the work of tokenising it."""
+    if fewest + media_rows >= context:
+        kinds, what = ("the messages have", "shorten the messages")
+        if media_rows:
+            kinds, what = f"the messages, {media_rows} rows of media among them, have", f"{what}, or {SHORTEN_MEDIA}"
+        raise ContextLengthError(
+            f"{kinds} {fewest + media_rows} tokens or more, and this model's context of {context} tokens must hold "
+            f"them and at least 1 token of the answer; {what}"
+        )
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]], config: OmniConfig) -> None:
+    """Check that messages are text and media of kinds that the model takes, by a system, user or assistant.
+
+    Media is a part of type "image", "audio" or "video", whatever else it holds. Raises RequestError with the dotted
+    path of the first part that is neither.
+    """
     if not messages:
         raise RequestError("there is no message; give at least one", "messages")
     for index, message in enumerate(messages):
@@ -82,21 +132,55 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
         if message.get("role") not in ROLES:
             raise RequestError(f"role {message.get('role')!r:.80} is not one of {', '.join(ROLES)}", f"{path}.role")
         content = message.get("content")
-        _check_text(content, f"{path}.content")
-        for number, part in enumerate(content if isinstance(content, list | tuple) else ()):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    f"a part of type {kind!r}: this model server takes text input only", f"{path}.content.{number}"
-                )
-            _check_text(part["text"], f"{path}.content.{number}")
-        if not isinstance(content, str | list | tuple):
+        if isinstance(content, list | tuple):
+            for number, part in enumerate(content):
+                _check_part(part, config, f"{path}.content.{number}")
+        elif isinstance(content, str):
+            _check_text(content, f"{path}.content")
+        else:
             raise RequestError("content is neither a string nor a list of parts", f"{path}.content")
 
 
-def _check_text(content: Any, path: str) -> None:
-    if isinstance(content, str) and not is_text(content):
+def _check_part(part: Any, config: OmniConfig, path: str) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind in KINDS:
+        encoder = "audio" if kind == "audio" else "vision"
+        if not (config.media.has_audio if kind == "audio" else config.media.has_vision):
+            raise RequestError(
+                f"this model takes no {kind} input: its checkpoint has no {encoder} encoder "
+                f"({encoder}_config); leave the part out",
+                path,
+            )
+    elif kind == "text" and isinstance(part.get("text"), str):
+        _check_text(part["text"], path)
+    else:
+        raise RequestError(f"a part of type {kind!r:.80} is not one of text, {', '.join(KINDS)}", path)
+
+
+def _check_text(text: str, path: str) -> None:
+    if not is_text(text):
         raise RequestError("half a surrogate pair is no character; send text that UTF-8 can write", path)
+
+
+def _options(
+    config: OmniConfig,
+    deploy: DeployConfig,
+    speak: bool,
+    thinker: Mapping[str, Any],
+    talker: Mapping[str, Any],
+    voice: str | None,
+    seed: int | None,
+) -> tuple[str | None, SamplingParams, SamplingParams | None]:
+    """The voice, and how to sample text and speech. None for speech that is not asked for."""
+    speaker = check_speech(config, deploy, voice) if speak else None
+    fresh = secrets.randbits(63)
+    params = _params("thinker", deploy, thinker, seed, fresh)
+    _check_vocabulary(params, config.thinker.vocab_size)
+    if not speak or config.talker is None:
+        return speaker, params, None
+    speech = _params("talker", deploy, talker, seed, fresh)
+    _check_vocabulary(speech, config.talker.text.vocab_size, "talker.")
+    return speaker, params, speech
 
 
 def check_speech(config: OmniConfig, deploy: DeployConfig, voice: str | None) -> str | None:

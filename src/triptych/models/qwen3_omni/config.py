@@ -83,11 +83,17 @@ class TalkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     codec_pad_id: int
     codec_bos_id: int
     speaker_id: dict[str, int]
+    position_id_per_seconds: float = 25.0
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the Thinker lays out images, clips and videos: `audio_config`, `vision_config` and the tokens around them."""
+    """How the Thinker lays out images, clips and videos: `audio_config`, `vision_config` and the tokens around them.
 
+    `has_audio` and `has_vision` say whether the checkpoint has those encoders.
+    """
+
+    has_audio: bool
+    has_vision: bool
     audio_start_token_id: int
     audio_end_token_id: int
     vision_start_token_id: int
@@ -191,6 +197,8 @@ def _omni(raw: dict[str, Any], generation: dict[str, Any]) -> OmniConfig:
 def _media(thinker: dict[str, Any]) -> MediaConfig:
     audio, vision = _part(thinker, "audio_config", {}), _part(thinker, "vision_config", {})
     return MediaConfig(
+        has_audio=bool(audio),
+        has_vision=bool(vision),
         audio_start_token_id=thinker.get("audio_start_token_id", 151647),
         audio_end_token_id=thinker.get("audio_end_token_id", 151648),
         vision_start_token_id=thinker.get("vision_start_token_id", 151652),
@@ -222,6 +230,7 @@ def _talker(raw: dict[str, Any]) -> TalkerConfig:
         codec_pad_id=raw.get("codec_pad_id", 4196),
         codec_bos_id=raw.get("codec_bos_id", 4197),
         speaker_id={name.lower(): index for name, index in _part(raw, "speaker_id", {}).items()},
+        position_id_per_seconds=float(raw.get("position_id_per_seconds", 25)),
     )
 
 

@@ -2,6 +2,7 @@
 
 Runs in the server process, so it imports neither torch nor transformers. What a user writes is text and stays text: a
 special token spelled inside a message (`<|im_start|>`) is encoded as the characters it is made of, never as the token.
+For an image, a clip or a video the template writes one placeholder; `media_layout.expand` repeats it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from triptych.errors import CheckpointError, RequestError
+from triptych.models.qwen3_omni.media_layout import KINDS
 
 # How Qwen's tokenizers cut text before merging (transformers' Qwen2Tokenizer has it as a constant, too).
 _QWEN_SPLIT = (
@@ -65,9 +67,14 @@ class Processor:
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt as one string, as the chat template writes it, ending with the header of the answer.
 
-        Raises RequestError (param `messages`) when the template refuses the conversation.
+        A part of type "image", "audio" or "video" is passed on without what it holds: as its type alone, under that
+        name as well, because some templates look at the type of a part and others at its keys. Raises RequestError
+        (param `messages`) when the template refuses the conversation.
         """
-        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        plain = [
+            {key: _bare(value) if key == "content" else value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         try:
             return self._template.render(
                 messages=plain, tools=None, documents=None, add_generation_prompt=True, **self._variables
@@ -81,11 +88,14 @@ class Processor:
         No token stands for more bytes than the longest one, and no character for less than a byte: half a byte where
         normalisation (NFC) may join it to others.
         """
-        texts = _strings([message.get("content") for message in messages])
+        texts = _texts(messages)
         return sum(len(text) if text.isascii() else len(text) // 2 for text in texts) // self._most_bytes
 
     def encode(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of the rendered prompt. Special tokens come from the template alone, never from a message."""
+        """Token ids of the rendered prompt. Special tokens come from the template alone, never from a message.
+
+        Media parts have one placeholder each, wherever the template writes it. Raises RequestError as `render` does.
+        """
         # Inside messages, the first character of everything that is (or could become, joined to what follows) a
         # special token is swapped for a stand-in until the template's own special tokens have been cut out.
         swap = self._stand_ins(messages)
@@ -228,6 +238,26 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"the chat template in {folder} is not valid, line {error.lineno}: {error}") from error
+
+
+def _bare(content: Any) -> Any:
+    """The content of a message with its media parts reduced to what a template asks of them."""
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        {"type": kind, kind: kind} if isinstance(part, Mapping) and (kind := part.get("type")) in KINDS else part
+        for part in content
+    ]
+
+
+def _texts(messages: Sequence[Message]) -> Iterable[str]:
+    """The content of messages, as far as it is text."""
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else [{"text": content}]
+        for part in parts:
+            if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
+                yield text
 
 
 def _strings(value: Any) -> Iterable[str]:
