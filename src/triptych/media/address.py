@@ -94,15 +94,17 @@ async def addresses_of(host: str, port: int, resolve: Resolver, allow_private: b
     about names that only this machine's network knows.
     """
     try:
-        addresses = [_parsed(host)]
+        addresses, what = [_parsed(host)], "is"
     except ValueError:
-        addresses = await _resolved(host, port, resolve)
+        addresses, what = await _resolved(host, port, resolve), "does not resolve, or resolves to"
     private = [] if allow_private else [address for address in addresses if not is_public(address)]
     if private:
         log.info("host %s is refused: %s is not a public address", host, private[0])
-    if private or not addresses:
-        what = "does not resolve" if allow_private else "does not resolve, or not to public addresses alone"
-        raise RequestError(f"{named} {what}; check the URL, or send the file as a data: URL")
+    if private or (not addresses and not allow_private):
+        reason = f"{what} an address that is not public (media.allow_private_addresses is off)"
+        raise RequestError(f"{named} {reason}; check the URL, or send the file as a data: URL")
+    if not addresses:
+        raise RequestError(f"{named} does not resolve; check the URL, or send the file as a data: URL")
     return addresses[:MAX_ADDRESSES]
 
 

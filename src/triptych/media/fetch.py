@@ -85,8 +85,8 @@ class Fetcher:
         if url.userinfo:
             raise RequestError(f"{named} has a user name or password in it; send the file as a data: URL instead")
         host = host_of(url, named)
-        if not 0 < (url.port or PORTS[url.scheme]) < 65536:
-            raise RequestError(f"{named} has port {url.port}; ports are 1 to 65535")
+        if url.port is not None and not 0 < url.port < 65536:
+            raise RequestError(f"{named} has a port that is not one of 1 to 65535")
         if self._domains and not any(host == domain or host.endswith(f".{domain}") for domain in self._domains):
             raise RequestError(f"{named} has a host that is not one of media.allowed_domains")
         return host

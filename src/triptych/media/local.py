@@ -105,4 +105,4 @@ def _below(path: bytes, folder: bytes) -> bytes | None:
 
 def _check_regular(found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise RequestError("the file is not a regular file, but a folder, pipe, socket or device")
+        raise RequestError("the file is not a regular file, but a folder, pipe, socket, device or broken link")
