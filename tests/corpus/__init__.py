@@ -1,0 +1,1 @@
+"""The parts of the generated media corpus; see `tests/media_corpus.py`."""
