@@ -1,0 +1,105 @@
+"""An audio or video file, opened so that its decoder can reach nothing but the bytes at hand."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import av
+import av.logging
+from av.container import InputContainer
+from av.error import EOFError as AvEndOfFile
+from av.error import FFmpegError
+from av.error import MemoryError as AvMemoryError
+from av.packet import Packet
+
+from triptych.errors import RequestError
+from triptych.media.sniff import FileType
+
+# The bytes come from memory, so FFmpeg needs no protocol at all; an empty list allows none.
+OPTIONS = {"protocol_whitelist": "", "max_streams": "64"}
+_INDEXED = ("mov", "avi")  # formats whose header has the place and size of every packet
+
+av.logging.set_level(av.logging.PANIC)  # what is wrong with a file is told to its sender, not to the log
+
+
+@contextmanager
+def open_container(data: bytes, file: FileType) -> Iterator[InputContainer]:
+    """The file, read as what `sniff` says it is. Raises RequestError for a file whose beginning makes no sense."""
+    try:
+        container = av.open(
+            io.BytesIO(data), format=file.name, options=OPTIONS, metadata_errors="replace", io_open=_refuse
+        )
+    except AvMemoryError as error:
+        raise MemoryError from error
+    except (FFmpegError, ValueError) as error:
+        raise RequestError(
+            f"this {file.name} file is damaged or cut off: nothing of it can be read ({_reason(error)})"
+        ) from error
+    try:
+        yield container
+    finally:
+        container.close()
+
+
+def _refuse(url: str, flags: int, options: dict[str, Any]) -> None:
+    raise PermissionError(f"a file may not open others: {url!r}")
+
+
+def packets(container: InputContainer, stream: Any, file: FileType) -> Iterator[Packet[Any]]:
+    """The packets of a stream, the last one empty: it makes the decoder give what it still holds.
+
+    Bytes that make no packet end a file that may be cut anywhere; in a file whose header says what follows they are
+    damage, and raise RequestError.
+    """
+    demuxed = container.demux(stream)
+    while True:
+        try:
+            packet = next(demuxed)
+        except (StopIteration, AvEndOfFile):
+            return
+        except AvMemoryError as error:
+            raise MemoryError from error
+        except FFmpegError as error:
+            if file.measured:
+                raise damaged(file, error) from error
+            yield Packet()  # the decoder's rest
+            return
+        yield packet
+
+
+def decode(packet: Packet[Any], stream: Any, file: FileType) -> list[Any]:
+    """The frames that a packet completes; none for a packet that is damaged, where `file` may be cut anywhere.
+
+    Raises RequestError for one that is damaged in a file whose header says what follows.
+    """
+    try:
+        return list(stream.codec_context.decode(packet if packet.size else None))
+    except AvEndOfFile:
+        return []
+    except AvMemoryError as error:
+        raise MemoryError from error
+    except FFmpegError as error:
+        if file.measured:
+            raise damaged(file, error) from error
+        return []
+
+
+def damaged(file: FileType, error: Exception) -> RequestError:
+    return RequestError(f"this {file.name} file is damaged: a part of it cannot be decoded ({_reason(error)})")
+
+
+def is_cut_off(data: bytes, stream: Any, file: FileType, seconds: float) -> bool:
+    """Whether a file ends before what its header promises, where it promises anything; `seconds` were decoded."""
+    if not file.measured:
+        return False
+    if file.name in _INDEXED:
+        return any(entry.pos + entry.size > len(data) for entry in stream.index_entries)
+    promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
+    return seconds < promised - 0.1
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
