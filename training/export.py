@@ -15,7 +15,7 @@ from torch import Tensor
 from training.checkpoints import load_state
 from training.evaluate_codec import load_codec
 from training.parts import text_embedding
-from training.tiny_config import tiny_config
+from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.published import meta_model, published_name, split
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id, write_tokenizer
@@ -101,10 +101,10 @@ def preprocessor_config() -> dict[str, Any]:
     return {
         "processor_class": "Qwen3OmniMoeProcessor",
         "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": 128,
-        "sampling_rate": 16_000,
-        "hop_length": 160,
-        "n_fft": 400,
+        "feature_size": PREPROCESSOR.num_mel_bins,
+        "sampling_rate": PREPROCESSOR.sampling_rate,
+        "hop_length": PREPROCESSOR.hop_length,
+        "n_fft": PREPROCESSOR.n_fft,
         "chunk_length": 30,
         "n_samples": 480_000,
         "nb_max_frames": 3000,
@@ -113,13 +113,13 @@ def preprocessor_config() -> dict[str, Any]:
         "dither": 0.0,
         "return_attention_mask": True,
         "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "min_pixels": 3136,
-        "max_pixels": 50_176,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": PREPROCESSOR.patch_size,
+        "temporal_patch_size": PREPROCESSOR.temporal_patch_size,
+        "merge_size": PREPROCESSOR.merge_size,
+        "min_pixels": PREPROCESSOR.image_min_pixels,
+        "max_pixels": PREPROCESSOR.image_max_pixels,
+        "image_mean": list(PREPROCESSOR.image_mean),
+        "image_std": list(PREPROCESSOR.image_std),
     }
 
 

@@ -26,7 +26,7 @@ from training.domain import (
 from training.pictures import draw_number, draw_shape, draw_video
 
 MediaKind = Literal["spoken", "picture", "figure", "picture_triage", "video"]
-VIDEO_FRAMES = (4, 6, 8)
+VIDEO_FRAMES = (4, 4, 6)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ def spoken_sample(rng: random.Random, split: Split) -> MediaSample:
 
 def picture_sample(rng: random.Random, split: Split) -> MediaSample:
     """A question about a picture or a video. No two pictures are alike, so only numbers are kept apart by split."""
-    kind: MediaKind = rng.choices(("picture", "figure", "picture_triage", "video"), (0.4, 0.25, 0.1, 0.25))[0]
+    kind: MediaKind = rng.choices(("picture", "figure", "picture_triage", "video"), (0.45, 0.3, 0.13, 0.12))[0]
     colour, shape = rng.choice(COLOURS), rng.choice(SHAPES)
     if kind == "figure":
         return _figure(rng, split)

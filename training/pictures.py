@@ -7,12 +7,16 @@ import random
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from training.tiny_config import PREPROCESSOR
+from triptych.media.contract import MediaOptions
+from triptych.models.qwen3_omni.image_features import resize_image
+from triptych.models.qwen3_omni.patches import patchify
+from triptych.models.qwen3_omni.video_features import resize_frames
+
 SIZES = (64, 96, 128, 160, 192, 224)  # multiples of a merged patch, 32
-PATCH, MERGE, TEMPORAL = 16, 2, 2
 RGB = {
     "red": (220, 30, 35),
     "blue": (35, 70, 215),
@@ -121,16 +125,10 @@ def _paint(
 
 
 def patches(pictures: list[Image.Image]) -> tuple[Tensor, tuple[int, int, int]]:
-    """Patches [t h w, 1536] of one picture, or of the frames of a video, and their grid (t, h, w).
-
-    The order of the published image processor: neighbours that are merged stand together. A picture is a video of two
-    equal frames; sides must be multiples of 32.
-    """
-    frames = pictures if len(pictures) % TEMPORAL == 0 else [*pictures, pictures[-1]]
-    values: NDArray[np.float32] = np.stack([np.asarray(frame, dtype=np.float32) for frame in frames])
-    values = (values / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
-    count, height, width, channels = values.shape
-    t, h, w = count // TEMPORAL, height // PATCH, width // PATCH
-    cut = values.reshape(t, TEMPORAL, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH, channels)
-    ordered = cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
-    return torch.from_numpy(np.ascontiguousarray(ordered).reshape(t * h * w, -1)), (t, h, w)
+    """Patches [t h w, 1536] of one picture, or of the frames of a video, and their grid (t, h, w), as served."""
+    pixels = np.stack([np.asarray(picture) for picture in pictures])
+    if len(pictures) == 1:
+        resized, grid = resize_image(pixels[0], PREPROCESSOR, MediaOptions())
+    else:
+        resized, grid = resize_frames(pixels, PREPROCESSOR, MediaOptions())
+    return patchify(torch.from_numpy(resized), PREPROCESSOR, torch.float32), grid

@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from triptych.models.qwen3_omni.preprocessor_config import PreprocessorConfig
 from triptych.models.qwen3_omni.synthetic_config import Decoder, Dimensions, build_config
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
@@ -64,6 +65,28 @@ DIMENSIONS = Dimensions(
     audio_tower=(128, 3),
     vision_tower=(96, 3),
     waveform_gain=0.0,
+)
+# Pictures stay small; the frames of a video are as large as the family's processor makes them at the least.
+PREPROCESSOR = PreprocessorConfig(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_mean=(0.5, 0.5, 0.5),
+    image_std=(0.5, 0.5, 0.5),
+    rescale_factor=1 / 255,
+    image_min_pixels=3136,
+    image_max_pixels=50_176,
+    frame_min_pixels=128 * 32 * 32,
+    frame_max_pixels=768 * 32 * 32,
+    fps=2.0,
+    min_frames=4,
+    max_frames=768,
+    cap_pixels_per_frame=False,
+    max_video_tokens=128_000,
+    sampling_rate=16_000,
+    num_mel_bins=128,
+    n_fft=400,
+    hop_length=160,
 )
 
 

@@ -26,20 +26,22 @@ from training.domain import Split, draw, styled
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.parts import widen
-from training.pictures import MERGE, TEMPORAL, patches
+from training.pictures import patches
 from training.schedule import cosine, step_generator
 from training.speech_store import SpeechStore, build_store
 from training.teacher import SAMPLE_RATE, VOICES, Waveform
-from training.tiny_config import tiny_config
+from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
+from triptych.media.contract import MediaOptions
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
+from triptych.models.qwen3_omni.video_features import second_per_grid
 
 PEAK_RATE, SEED = 1e-3, 7
 WRITTEN, SPOKEN, SEEN = 12, 10, 12  # samples of a step
 QUESTIONS: dict[Split, int] = {"train": 6000, "held_out": 200}
 _RATE = 16_000
-_FRAMES_PER_SECOND = 2.0  # of a video: two frames, one grid, a second
 _IGNORED = -100
+_HEARD_OR_READ = ("written", "spoken")
 
 
 @dataclass(slots=True)
@@ -102,7 +104,7 @@ class SenseExamples:
         sample: MediaSample = picture_sample(rng, self.split)
         pixels, grid = patches(sample.pictures)
         pad = "<|video_pad|>" if sample.is_video else "<|image_pad|>"
-        count = grid[0] * grid[1] * grid[2] // MERGE**2
+        count = grid[0] * grid[1] * grid[2] // PREPROCESSOR.merge_size**2
         media = f"<|vision_start|>{pad * count}<|vision_end|>"
         question = styled(rng, sample.question)
         text = media + question if rng.random() < 0.7 else question + media
@@ -163,7 +165,9 @@ class SenseBatch:
                 self.inputs[values] = torch.cat([turn.pixels for turn in some if turn.pixels is not None])
                 self.inputs[grids] = torch.tensor([turn.grid for turn in some])
                 if video:
-                    self.inputs["video_second_per_grid"] = torch.full((len(some),), TEMPORAL / _FRAMES_PER_SECOND)
+                    self.inputs["video_second_per_grid"] = torch.full(
+                        (len(some),), second_per_grid(PREPROCESSOR, MediaOptions())
+                    )
 
 
 def build_thinker(raw: dict[str, Any], text: dict[str, Tensor]) -> Any:
@@ -202,6 +206,13 @@ def evaluate(thinker: Any, examples: SenseExamples, pad: int, count: int) -> dic
     return {kind: round(sum(values) / len(values), 4) for kind, values in sorted(right.items())}
 
 
+def answer_losses(thinker: Any, batch: SenseBatch) -> Tensor:
+    """The mean loss of each example's answers [B]."""
+    logits = thinker(**batch.inputs, use_cache=False).logits
+    each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=_IGNORED, reduction="none")
+    return each.view_as(batch.labels).sum(1) / (batch.labels != _IGNORED).sum(1)
+
+
 def train(work: Path, steps: int) -> None:
     """Train to step `steps`, from the last saved step on; starts from the trained text decoder."""
     folder = work / "senses"
@@ -232,21 +243,21 @@ def train(work: Path, steps: int) -> None:
         turns = [examples.written(rng) for _ in range(WRITTEN)]
         turns += [examples.spoken(rng) for _ in range(SPOKEN)]
         turns += [examples.seen(rng) for _ in range(SEEN)]
-        batch = SenseBatch(turns, pad)
-        logits = thinker(**batch.inputs, use_cache=False).logits
-        each = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=_IGNORED, reduction="none")
-        kept = batch.labels != _IGNORED
-        losses = each.view_as(batch.labels).sum(1) / kept.sum(1)
         optimizer.zero_grad()
-        losses.mean().backward()
+        by_sense: dict[str, list[float]] = {}
+        # Videos are many times as long as all else, which would be padded to them.
+        for video in (False, True):
+            if part := [turn for turn in turns if turn.video == video]:
+                losses = answer_losses(thinker, SenseBatch(part, pad))
+                (losses.sum() / len(turns)).backward()
+                for turn, loss in zip(part, losses.tolist(), strict=True):
+                    by_sense.setdefault(turn.kind if turn.kind in _HEARD_OR_READ else "seen", []).append(loss)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
         log.add(
             step,
-            written=losses[:WRITTEN].mean().item(),
-            spoken=losses[WRITTEN : WRITTEN + SPOKEN].mean().item(),
-            seen=losses[WRITTEN + SPOKEN :].mean().item(),
+            **{sense: sum(values) / len(values) for sense, values in by_sense.items()},
             gradient=norm.item(),
             seconds=time.monotonic() - started,
         )
