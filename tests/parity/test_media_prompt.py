@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -259,3 +260,73 @@ def test_audio_rows_equal_transformers() -> None:
         lengths = np.arange(1, 2000)
         expected = _get_feat_extract_output_lengths(lengths, window)
         assert [audio_rows(int(length), window) for length in lengths] == expected.tolist()
+
+
+@pytest.mark.parametrize("kinds", ["image", "audio", "video", "sounding", "sounding image", "image audio"])
+def test_positions_are_those_of_generate_through_the_answer(
+    config: OmniConfig, hf_tiny: Any, hf_talker: Any, kinds: str
+) -> None:
+    """The tall video of `sounding` reaches farther than the text behind it: the answer goes on after the text."""
+    silent = MediaFeatures(kind="video", digest=b"", features=NOTHING, grid=(1, 40, 4), second_per_grid=0.7)
+    clip = MediaFeatures(kind="audio", digest=b"", features=NOTHING, num_mel_frames=130)
+    choice = {
+        "image": MediaFeatures(kind="image", digest=b"", features=NOTHING, grid=(1, 4, 10)),
+        "audio": clip,
+        "video": MediaFeatures(kind="video", digest=b"", features=NOTHING, grid=(3, 4, 4), second_per_grid=0.7),
+        "sounding": msgspec.structs.replace(silent, sound=msgspec.structs.replace(clip, num_mel_frames=30)),
+    }
+    prompt = Prompt(config)
+    prompt.turn(config.system_token_id, [4])
+    for kind in kinds.split():
+        prompt.turn(config.user_token_id, [2, choice[kind], 1])
+    ids, items = prompt.finish()
+    own, own_items = talker_prompt_token_ids(ids, config), talker_media(ids, items, config)
+    seen = generated_positions(hf_tiny, ids, items)
+    for found, (positions, delta) in (
+        (seen["thinker"], mrope_positions(ids, items, config)),
+        (seen["talker"], mrope_positions(own, own_items, config, talker=True)),
+    ):
+        later = np.arange(positions.shape[1], found.shape[1]) + delta
+        expected = np.concatenate([positions, np.broadcast_to(later.astype(np.float32), (3, len(later)))], axis=1)
+        assert found.shape[1] > positions.shape[1] + 2
+        np.testing.assert_array_equal(found, expected)
+
+
+def generated_positions(hf_tiny: Any, ids: Sequence[int], items: Sequence[MediaItem]) -> dict[str, Any]:
+    """The positions, float32 [3, rows], that reach each decoder while Transformers generates text and speech."""
+    generator = torch.Generator().manual_seed(1)
+    inputs: dict[str, Any] = {"use_audio_in_video": any(item.in_video for item in items)}
+    for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        grids = torch.tensor([item.grid for item in items if item.kind == kind])
+        if len(grids):
+            inputs[f"{kind}_grid_thw"] = grids
+            inputs[pixels] = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 16 * 16, generator=generator)
+    seconds = [item.second_per_grid for item in items if item.kind == "video"]
+    if seconds:
+        inputs["video_second_per_grid"] = torch.tensor(seconds)
+    lengths = torch.tensor([item.num_mel_frames for item in items if item.kind == "audio"])
+    if len(lengths):
+        inputs["feature_attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        inputs["input_features"] = torch.randn(len(lengths), 128, int(lengths.max()), generator=generator)
+    seen: dict[str, list[Any]] = {"thinker": [], "talker": []}
+    hooks = [
+        decoder.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: seen[name].append(kwargs["position_ids"][-3:, 0]), with_kwargs=True
+        )
+        for name, decoder in (("thinker", hf_tiny.thinker.model.language_model), ("talker", hf_tiny.talker.model))
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hf_tiny.generate(
+            input_ids=torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            thinker_max_new_tokens=5,
+            thinker_eos_token_id=None,
+            talker_max_new_tokens=5,
+            talker_eos_token_id=None,
+            talker_do_sample=False,
+            **inputs,
+        )
+    for hook in hooks:
+        hook.remove()
+    return {name: torch.cat(parts, dim=-1).float().numpy() for name, parts in seen.items()}

@@ -54,6 +54,18 @@ def _talker(config: Config, **values: Any) -> None:
         (lambda c: _talker(c, speaker_id={"a": 10**6}), r"talker_config\.speaker_id\.a: 1000000 is not in"),
         (lambda c: _talker(c, speaker_id={"a": "x"}), "Expected `int`, got `str`"),
         (lambda c: _talker(c, speaker_id=["a"]), "speaker_id is not a JSON object"),
+        (
+            lambda c: c["thinker_config"].update(audio_token_id=10**6),
+            r"thinker_config\.audio_token_id: 1000000 is not in",
+        ),
+        (
+            lambda c: c["thinker_config"]["audio_config"].update(n_window=0),
+            r"audio_config\.n_window: 0 is not at least 1",
+        ),
+        (
+            lambda c: c["thinker_config"]["vision_config"].update(spatial_merge_size=0),
+            r"vision_config\.spatial_merge_size: 0 is not at least 1",
+        ),
         (lambda c: _talker(c, codec_bos_id=10**6), r"talker_config\.codec_bos_id: 1000000 is not in"),
     ],
 )

@@ -30,10 +30,29 @@ def check_config(config: OmniConfig) -> None:
         _check_id(getattr(config, f"{name}_token_id"), vocab, f"{name}_token_id")
     for token_id in config.eos_token_ids:
         _check_id(token_id, vocab, "eos_token_id of generation_config.json")
+    _check_media(config)
     if config.talker is not None:
         _check_talker(config.talker)
     if config.code2wav is not None:
         _check_sizes(config.code2wav, "code2wav_config")
+
+
+def _check_media(config: OmniConfig) -> None:
+    """The numbers that lay media out, as far as the checkpoint has the encoders for it."""
+    media, vocab = config.media, config.thinker.vocab_size
+    ids, sizes = [], []
+    if media.has_audio:
+        ids += [("audio_token", config.audio_token_id), ("audio_start_token", media.audio_start_token_id)]
+        ids.append(("audio_end_token", media.audio_end_token_id))
+        sizes += [f"audio_config.{name}" for name in ("num_mel_bins", "n_window", "n_window_infer")]
+    if media.has_vision:
+        ids += [("image_token", config.image_token_id), ("video_token", config.video_token_id)]
+        sizes += [f"vision_config.{name}" for name in ("patch_size", "temporal_patch_size", "spatial_merge_size")]
+    for name, token_id in ids:
+        _check_id(token_id, vocab, f"thinker_config.{name}_id")
+    for name in sizes:
+        if (value := getattr(media, name.rpartition(".")[2])) < 1:
+            raise ValueError(f"thinker_config.{name}: {value} is not at least 1")
 
 
 def _check_talker(talker: TalkerConfig) -> None:
