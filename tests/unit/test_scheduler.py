@@ -661,6 +661,46 @@ def test_other_media_behind_the_same_placeholders_is_no_hit() -> None:
         assert step(engine)[-1][:2] == (name, {"a": 0, "b": 4, "c": 12}[name])
 
 
+def test_a_request_whose_inputs_are_not_at_hand_is_passed_over_until_they_are() -> None:
+    engine = scheduler(max_num_seqs=2)
+    media = text("media", 9)
+    media.absent_end = 6
+    engine.add(media)
+    engine.add(text("b", 2))
+    assert step(engine) == [("b", 0, 2, True)]
+    assert (media.slot, media.block_ids) == (-1, [])
+    media.absent_end = 0
+    assert step(engine) == [("b", 2, 3, True), ("media", 0, 9, True)]
+
+
+@pytest.mark.parametrize(("absent_end", "starts"), [(8, True), (9, False)])
+def test_a_hit_stands_in_for_inputs_only_when_it_covers_them_all(absent_end: int, starts: bool) -> None:
+    engine = scheduler(enable_prefix_caching=True)
+    engine.add(text("a", 11, first_token=0))
+    step(engine)
+    engine.abort("a")
+    again = text("again", 11, first_token=0)
+    again.absent_end = absent_end
+    engine.add(again)
+    assert engine.num_hit_tokens(again) == 8
+    assert engine.has_work() == starts
+    assert (engine.schedule() is not None) == starts
+    assert again.num_computed_tokens == (8 if starts else 0)
+
+
+def test_rows_of_a_prompt_arrive_many_at_a_time_and_never_leave() -> None:
+    engine = scheduler()
+    late = text("late", 9)
+    late.num_tokens = 2
+    engine.add(late)
+    assert step(engine) == [("late", 0, 2, False)]
+    engine.arrived(late, 7)
+    assert step(engine) == [("late", 2, 7, False)]
+    for wrong in (6, 10):
+        with pytest.raises(RuntimeError, match=f"knows 7 rows of a prompt of 9: {wrong} is not between"):
+            engine.arrived(late, wrong)
+
+
 # -- everything at once ------------------------------------------------------------------------------------------------
 
 
@@ -709,6 +749,7 @@ class World:
             num_tokens=known,
             token_ids=prompt[:known] if self.config.enable_prefix_caching else [],
             single_from=rng.choice([None, length, max(0, length - 2)]),
+            absent_end=rng.choice([0, rng.randint(0, length)]),
         )
         client = Client(request, prompt, rng.randint(1, limit - length + 1), self.streams, known)
         self.clients[name] = client
@@ -733,6 +774,11 @@ class World:
                     return
                 token = client.drawn[row - 1]
             self.scheduler.extend(request, token if self.config.enable_prefix_caching else None)
+
+    def bring(self, client: Client) -> None:
+        """The inputs of rows are at hand, or, once the rows are computed, no longer."""
+        request = client.request
+        request.absent_end = self.random.randint(0, request.num_computed_tokens)
 
     def forget(self, name: str) -> None:
         del self.clients[name]
@@ -797,6 +843,8 @@ class World:
                 assert config.enable_prefix_caching
                 assert self.computed[name] == 0 and not before[name][1]
                 assert row.start % size == row.start % config.prefill_alignment == 0
+            if not before[name][1]:
+                assert row.start >= request.absent_end
             assert end <= request.num_tokens
             single_from = request.single_from
             if single_from is not None:
@@ -832,6 +880,8 @@ class World:
             self.scheduler.unpark(rng.choice(clients).request.request_id)
         elif action < 0.55 and clients and self.streams:
             self.arrive(rng.choice(clients))
+        elif action < 0.62 and clients:
+            self.bring(rng.choice(clients))
         else:
             self.step()
 
@@ -840,6 +890,8 @@ class World:
         for _ in range(3000):
             for client in list(self.clients.values()):
                 self.scheduler.unpark(client.request.request_id)
+                if not client.request.block_ids and self.random.random() < 0.5:
+                    self.bring(client)
                 if client.streams and self.random.random() < 0.5:
                     self.arrive(client)
             self.step()

@@ -40,6 +40,7 @@ def _pid_namespace() -> int:
 
 
 DIRECTORY = _directory()
+MEDIA = "media"  # stands for the process in the names of segments with decoded media
 _NAMESPACE = _pid_namespace()
 _TOKEN = r"[1-9]\d{0,8}x[^-/]+"
 _NUMBER = r"\d+\.\d+\.\d+"

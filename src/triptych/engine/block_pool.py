@@ -58,6 +58,7 @@ class BlockPool:
         self.num_usable = num_blocks - 1
         self.enable_prefix_caching = enable_prefix_caching
         self.num_hit_tokens = 0
+        self.num_forgotten = 0  # blocks whose cached contents were given up; only then does a hit become shorter
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
         self._cached: dict[bytes, Block] = {}
@@ -94,6 +95,7 @@ class BlockPool:
             block.ref_count = 1
             if block.hash is not None:
                 del self._cached[block.hash]
+                self.num_forgotten += 1
                 block.hash = None
                 block.token_ids = []
             block_ids.append(block_id)

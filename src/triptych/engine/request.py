@@ -45,9 +45,9 @@ class EngineRequest:
     single_from: int | None = None
     # Media whose first row is the key, as a digest of what was fed: equal placeholder ids with other media never match.
     content_keys: dict[int, bytes] = field(default_factory=dict)
-    # Spans of known prompt rows whose inputs are not at hand, by start: media not encoded, hidden rows on their way.
-    # They cannot be computed; a prefix-cache hit may cover them. Whoever brings the inputs takes the span away.
-    absent: list[tuple[int, int]] = field(default_factory=list)
+    # Inputs of some rows before this one are not at hand (media that is not encoded): the request starts only from a
+    # prefix-cache hit that reaches up to here, or once whoever brings the inputs has set it back.
+    absent_end: int = 0
     # Where the prompt rows stand on the three axes of M-RoPE, [3, num_prompt_tokens]; row r behind them stands at
     # r + position_delta. None: row r at r on all three.
     positions: NDArray[np.float32] | None = None

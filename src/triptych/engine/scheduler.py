@@ -4,8 +4,8 @@
        ^                                 |
        +---- preempt (keeps its slot) ---+
 
-There are no phases: `num_computed_tokens` chases `num_tokens`. A running request whose known rows are all computed, whose
-next row is absent, or that is parked, is idle: it keeps slot and blocks and costs nothing until rows or credit arrive.
+There are no phases: `num_computed_tokens` chases `num_tokens`. A running request whose known rows are all computed, or
+that is parked, is idle: it keeps slot and blocks and costs nothing until rows or credit arrive.
 
 The engine's turn is: `batch = schedule()`; run it; `update(batch)`; then for each row with `samples` draw a token and
 call `sampled(request)`; `extend(request, token_id)` whenever one more row is known; `finish(request, reason)`.
@@ -32,8 +32,8 @@ class Scheduler:
     """First come, first served over a token budget, a block pool and `max_num_seqs` slots.
 
     Rows are given out in this order: one row to each running request that needs one, prefill pieces of running
-    requests, preempted requests, new requests. A request that lacks rows or is parked is passed over; one that lacks
-    budget, blocks or a slot is waited for, so nobody is overtaken.
+    requests, preempted requests, new requests. A request that lacks rows or their inputs, or is parked, is passed over;
+    one that lacks budget, blocks or a slot is waited for, so nobody is overtaken.
 
     Without a free block, the newest running request loses its blocks to the one being scheduled; an older one does only
     while it is idle. It is computed again, from its first row, once all its known rows fit; until then nobody new is
@@ -72,6 +72,15 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._waiting[request.request_id] = request
+
+    def arrived(self, request: EngineRequest, num_tokens: int) -> None:
+        """The first `num_tokens` rows of the prompt are known, where they came after the request was added."""
+        if not request.num_tokens <= num_tokens <= request.num_prompt_tokens:
+            raise RuntimeError(
+                f"request {request.request_id!r} knows {request.num_tokens} rows of a prompt of "
+                f"{request.num_prompt_tokens}: {num_tokens} is not between"
+            )
+        request.num_tokens = num_tokens
 
     def extend(self, request: EngineRequest, token_id: int | None = None) -> None:
         """One more row is known; `token_id` joins `token_ids` where prefix hashes use them.
@@ -217,13 +226,11 @@ class Scheduler:
 
     # -- rules ------------------------------------------------------------------------------------------------------
 
-    def _end(self, request: EngineRequest, start: int, *, through_absent: bool = False) -> int:
+    def _end(self, request: EngineRequest, start: int) -> int:
         """Where a piece from row `start` would end under no budget; 0 when the request cannot run now."""
         end = request.num_tokens
         if end <= start or request.parked:
             return 0
-        if request.absent and not through_absent:
-            end = min(end, next((low for low, high in request.absent if high > start), end))
         single_from = request.single_from
         # The rest of the prompt has not arrived: a cut like one of the budget, unless a piece always ends there.
         if end < request.num_prompt_tokens and end != single_from:
@@ -282,8 +289,9 @@ class Scheduler:
                     yield request
 
     def _can_start(self, request: EngineRequest) -> bool:
-        start = self.num_hit_tokens(request) if request.absent else 0  # a hit may reach beyond absent rows
-        return self._end(request, start) > 0
+        if request.absent_end and self.num_hit_tokens(request) < request.absent_end:
+            return False
+        return self._end(request, 0) > 0
 
     def _admit(
         self,
@@ -321,7 +329,7 @@ class Scheduler:
             return []
         self.pool.hash_blocks(request)
         hits = self.pool.match_prefix(request.token_ids, request.block_hashes)
-        num_tokens = min(len(hits) * self.config.block_size, self._end(request, 0, through_absent=True) - 1)
+        num_tokens = max(0, min(len(hits) * self.config.block_size, self._end(request, 0) - 1))
         return hits[: (num_tokens - num_tokens % self._hit_alignment) // self.config.block_size]
 
     def _fits(self, request: EngineRequest, hits: Sequence[int], yielding: Sequence[EngineRequest] = ()) -> bool:

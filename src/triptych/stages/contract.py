@@ -51,8 +51,9 @@ class StageContext:
     """Everything a stage is built from. Stage classes are built by `load(context)`.
 
     `senders` is keyed by target stage, `receivers` by source stage. `progress(done, total)` reports bytes of weights
-    loaded. The payloads: thinker -> talker `{"token_ids": int32 [n]}`, talker -> code2wav `{"codes": int32
-    [n, num_code_groups]}`; both may be empty (n = 0) on the final handoff.
+    loaded. The payloads: thinker -> talker `{"token_ids": int32 [n]}`, and before the first of those, of prompts with
+    media, `{"hidden": [n, hidden]}` (bfloat16 as uint16); talker -> code2wav `{"codes": int32 [n, num_code_groups]}`.
+    Each may be empty (n = 0) on the final handoff, and without async chunks they come in one.
     """
 
     config: StageConfig

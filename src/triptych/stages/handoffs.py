@@ -7,41 +7,41 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from triptych.connectors.contract import Array, Sender
+from triptych.connectors.contract import Array, Arrays, Sender
 
 
 @dataclass(slots=True)
 class _Pending:
-    pieces: deque[tuple[Array, bool]] = field(default_factory=deque)
-    whole: list[Array] = field(default_factory=list)  # without async chunks: everything so far
+    pieces: deque[tuple[Arrays, bool]] = field(default_factory=deque)
+    whole: dict[str, list[Array]] = field(default_factory=dict)  # without async chunks: everything so far, by name
 
 
 class Handoffs:
-    """Sends arrays named `key` over one edge.
+    """Sends named arrays over one edge.
 
-    With `async_chunk` every piece goes out at once; without, all pieces of a request go as one when it is complete.
-    A request whose pieces wait for credit is `blocked`, and its stage parks it: so what waits here is what one step
-    gave.
+    With `async_chunk` every piece goes out at once; without, all pieces of a request go as one when it is complete,
+    those of one name joined along their first axis. A request whose pieces wait for credit is `blocked`, and its stage
+    parks it: so what waits here is what one step gave.
     """
 
-    def __init__(self, sender: Sender, key: str, *, async_chunk: bool) -> None:
-        self._sender, self._key, self._async_chunk = sender, key, async_chunk
+    def __init__(self, sender: Sender, *, async_chunk: bool) -> None:
+        self._sender, self._async_chunk = sender, async_chunk
         self._pending: dict[str, _Pending] = {}
 
     def open(self, request_id: str) -> None:
         self._pending[request_id] = _Pending()
         self._sender.open(request_id)
 
-    def push(self, request_id: str, piece: Array, *, final: bool = False) -> bool:
+    def push(self, request_id: str, piece: Arrays, *, final: bool = False) -> bool:
         """Hand over `piece`, in order. False when it has to wait: park the request until `flush` names it."""
         pending = self._pending[request_id]
-        if self._async_chunk:
-            pending.pieces.append((piece, final))
-        else:
-            pending.whole.append(piece)
+        if not self._async_chunk:
+            for name, array in piece.items():
+                pending.whole.setdefault(name, []).append(array)
             if not final:
                 return True
-            pending.pieces.append((np.concatenate(pending.whole), True))
+            piece = {name: np.concatenate(arrays) for name, arrays in pending.whole.items()}
+        pending.pieces.append((piece, final))
         return self._send(request_id, pending)
 
     def flush(self) -> list[str]:
@@ -61,7 +61,7 @@ class Handoffs:
     def _send(self, request_id: str, pending: _Pending) -> bool:
         while pending.pieces:
             piece, final = pending.pieces[0]
-            if not self._sender.try_put(request_id, {self._key: piece}, final=final):
+            if not self._sender.try_put(request_id, piece, final=final):
                 return False
             pending.pieces.popleft()
             if final:

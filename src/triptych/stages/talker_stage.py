@@ -1,4 +1,7 @@
-"""The Talker as a stage: text ids in as the Thinker confirms them, codec frames out as they are drawn."""
+"""The Talker as a stage: text ids in as the Thinker confirms them, codec frames out as they are drawn.
+
+Of media in the prompt it gets the Thinker's hidden states, before the first text id.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Self
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.config.schema import StageKind
-from triptych.connectors.contract import Receiver
+from triptych.connectors.contract import Handoff, Receiver
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
 from triptych.engine.draw import draw_top
@@ -27,6 +31,7 @@ from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
+from triptych.stages.hidden_rows import from_array
 from triptych.stages.loading import (
     DecoderSetup,
     allocated_bytes,
@@ -91,7 +96,7 @@ class TalkerStage:
             setup=set_up_decoder(context.config, model.config, weight_bytes, device, dtype),
             outbox=context.outbox,
             receiver=context.receivers["thinker"],
-            handoffs=Handoffs(context.senders["code2wav"], "codes", async_chunk=context.deploy.async_chunk),
+            handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),
             batch_invariant=context.config.batch_invariant,
             frames_per_text_token=context.config.frames_per_text_token,
             extra_frames=context.config.extra_frames,
@@ -139,10 +144,13 @@ class TalkerStage:
                     self._fail(request_id, str(error))
                 continue
             rows = self.requests.get(arrival.request_id)
-            if rows is not None:
-                rows.hear(arrival.arrays["token_ids"].tolist(), final=arrival.final)
+            try:
+                if rows is not None:
+                    self._hear(rows, arrival)
+            except TriptychError as error:
+                self._fail(arrival.request_id, str(error))
             self.receiver.release(arrival)
-            if rows is not None:
+            if rows is not None and arrival.request_id in self.requests:
                 self._advance(rows)
         for request_id in self.handoffs.flush():
             self.scheduler.unpark(request_id)
@@ -160,19 +168,36 @@ class TalkerStage:
         for request_id in list(self.requests):
             self.abort(request_id)
 
+    @torch.inference_mode()
+    def _hear(self, rows: SpeechRows, handoff: Handoff) -> None:
+        """What one handoff brings: hidden states of media rows, text ids, or both."""
+        hidden, token_ids = (handoff.arrays.get(name) for name in ("hidden", "token_ids"))
+        if hidden is not None:
+            states = from_array(hidden).to(self.device, self.model.text_table.dtype)
+            rows.add_media(self.model.project_hidden(states))
+            self.scheduler.arrived(rows.engine, rows.num_known_rows)
+        if token_ids is not None:
+            rows.hear(token_ids.tolist(), final=handoff.final)
+
     def _embed(self, rows: Sequence[ScheduledRow], num_rows: int) -> Tensor:
         text: list[int] = []
         codes: list[list[int]] = []
+        media: list[tuple[NDArray[np.int64], Tensor]] = []
         for row in rows:
             speech, end = self.requests[row.request.request_id], row.start + row.num_tokens
+            if (found := speech.media_in(row.start, end)) is not None:
+                media.append((found[0] + len(text), found[1]))
             text += speech.text_ids[row.start : end]
             codes += speech.code_rows[row.start : end]
         # Padding repeats a real row: it then chooses the same experts and costs no others.
         missing = num_rows - len(text)
-        return self.model.embed(
+        x = self.model.embed(
             torch.tensor(text + text[:1] * missing, dtype=torch.long, device=self.device),
             torch.tensor(codes + codes[:1] * missing, dtype=torch.long, device=self.device),
         )
+        for places, projected in media:
+            x.index_copy_(0, torch.from_numpy(places).to(self.device), projected)
+        return x
 
     def _draw_frames(self, rows: tuple[ScheduledRow, ...], hidden: Tensor) -> None:
         requests = [self.requests[row.request.request_id] for row in rows]
@@ -230,7 +255,7 @@ class TalkerStage:
         speech.add_frame(frame, self.model.code_rows(frame))
         codes = np.asarray([frame], dtype=np.int32)
         limited = speech.num_frames >= speech.max_frames or self._runs_away(speech)
-        if not self.handoffs.push(engine.request_id, codes) and not limited:
+        if not self.handoffs.push(engine.request_id, {"codes": codes}) and not limited:
             self.scheduler.park(engine.request_id)
         if limited:
             self._finish(speech, FinishReason.LENGTH)
@@ -264,7 +289,7 @@ class TalkerStage:
         del self.requests[request_id]
         self._release(speech, reason)
         nothing = np.zeros((0, self.model.num_code_groups), dtype=np.int32)
-        self.handoffs.push(request_id, nothing, final=True)
+        self.handoffs.push(request_id, {"codes": nothing}, final=True)
         self.outbox.send(SpeechOutput(request_id=request_id, num_frames=speech.num_frames, finish_reason=reason.value))
 
     def _fail(self, request_id: str, message: str) -> None:

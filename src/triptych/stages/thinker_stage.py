@@ -1,13 +1,18 @@
-"""The Thinker as a stage: prompts in, text to the server, confirmed token ids to the Talker."""
+"""The Thinker as a stage: prompts in, text to the server, confirmed token ids to the Talker.
+
+Media in a prompt is encoded a slice before each step, so answers go on while a long video is taken in. A speaking
+request also hands over the hidden states of its users' media.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from triptych.config.schema import StageKind
@@ -15,16 +20,21 @@ from triptych.connectors.wire import Failed, Grant, StageStats, SubmitText, Text
 from triptych.engine.batch import ScheduledRow
 from triptych.engine.detokenizer import Detokenizer
 from triptych.engine.engine import Engine
+from triptych.engine.inputs import StepInputs
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import TEXT
 from triptych.engine.request import EngineRequest, FinishReason
 from triptych.engine.sampler import Sampler
 from triptych.errors import TriptychError
-from triptych.models.qwen3_omni.config import load_config
+from triptych.layers.decoder import BetweenLayers
+from triptych.models.qwen3_omni.bridge import talker_spans
+from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.thinker import Thinker
 from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.encoding import EncoderLine, Fault
 from triptych.stages.handoffs import Handoffs
+from triptych.stages.hidden_rows import PIECE_ROWS, media_rows, to_array
 from triptych.stages.loading import (
     DecoderSetup,
     allocated_bytes,
@@ -35,6 +45,7 @@ from triptych.stages.loading import (
     stage_device,
     stage_dtype,
 )
+from triptych.stages.prompt_media import MediaLayers, PromptMedia
 
 
 @dataclass(slots=True)
@@ -46,6 +57,8 @@ class _TextRequest:
     max_tokens: int
     stop_ids: frozenset[int]
     speaks: bool
+    spoken_rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    num_spoken: int = 0  # how many of those media rows the Talker has been handed the hidden state of
     seq: int = 0
     silent_tokens: int = 0  # sampled, but with no text to show yet
     admitted: bool = False
@@ -60,19 +73,26 @@ class ThinkerStage:
         self,
         *,
         model: Thinker,
+        config: OmniConfig,
         setup: DecoderSetup,
+        line: EncoderLine | None,
         tokenizer: Tokenizer,
-        eos_token_ids: Sequence[int],
         outbox: Outbox,
         handoffs: Handoffs | None,
         batch_invariant: bool,
     ) -> None:
-        self.model, self.scheduler, self.tokenizer = model, setup.scheduler, tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.model, self.config, self.scheduler, self.tokenizer = model, config, setup.scheduler, tokenizer
+        self.eos_token_ids = frozenset(config.eos_token_ids)
         self.outbox, self.handoffs, self.batch_invariant = outbox, handoffs, batch_invariant
-        self.device = setup.device
+        self.device, self.cache = setup.device, setup.cache
+        self.media = PromptMedia(line=line, scheduler=setup.scheduler, config=config) if line is not None else None
         runner = ModelRunner(
-            model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
+            model=model,
+            embed=self._embed,
+            cache=setup.cache,
+            device=setup.device,
+            batch_invariant=batch_invariant,
+            between=self._between,
         )
         self.engine = Engine(setup.scheduler, runner)
         self.sampler = Sampler(
@@ -89,15 +109,19 @@ class ThinkerStage:
         before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
         model.prepare(row_tile=row_tile(context.config))
+        line = EncoderLine.load(context, device, dtype)
         weight_bytes = allocated_bytes(device) - before
         sender = context.senders.get("talker")
         return cls(
             model=model,
-            setup=set_up_decoder(context.config, checkpoint.thinker, weight_bytes, device, dtype),
+            config=checkpoint,
+            setup=set_up_decoder(
+                context.config, checkpoint.thinker, weight_bytes, device, dtype, keep_hidden=sender is not None
+            ),
+            line=line,
             tokenizer=Processor(context.model).tokenizer,
-            eos_token_ids=checkpoint.eos_token_ids,
             outbox=context.outbox,
-            handoffs=Handoffs(sender, "token_ids", async_chunk=context.deploy.async_chunk) if sender else None,
+            handoffs=Handoffs(sender, async_chunk=context.deploy.async_chunk) if sender else None,
             batch_invariant=context.config.batch_invariant,
         )
 
@@ -122,8 +146,14 @@ class ThinkerStage:
                 raise TriptychError(f"token id {outside[0]} is not in the Thinker's vocabulary, 0 to {vocab - 1}")
             if message.speak and self.handoffs is None:
                 raise TriptychError("speech was asked for, but this deployment has no Talker")
+            if message.media:
+                if self.media is None:
+                    raise TriptychError("this checkpoint has no encoders for media")
+                self.media.open(request, message.media)
             self.scheduler.add(request)
         except TriptychError as error:
+            if self.media is not None and message.request_id not in self.requests:
+                self.media.close(message.request_id)
             self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
             return
         ignored: frozenset[int] = frozenset() if not message.params.ignore_eos else self.eos_token_ids
@@ -134,6 +164,10 @@ class ThinkerStage:
             stop_ids=(self.eos_token_ids - ignored) | frozenset(message.params.stop_token_ids),
             speaks=message.speak,
         )
+        if message.speak and message.media:
+            spoken = talker_spans(prompt, message.media, self.config)
+            rows = media_rows(prompt, [message.media[span.part] for span in spoken], self.config)
+            self.requests[message.request_id].spoken_rows = rows
         if message.speak and self.handoffs is not None:
             self.handoffs.open(message.request_id)
 
@@ -151,12 +185,24 @@ class ThinkerStage:
         if self.handoffs is not None:
             for request_id in self.handoffs.flush():
                 self.scheduler.unpark(request_id)
+        if self.media is not None:
+            self._fail_all(self.media.order())
 
     def has_work(self) -> bool:
-        return self.engine.has_work()
+        return (self.media is not None and self.media.has_work()) or self.engine.has_work()
 
     def step(self) -> None:
-        self.engine.step(self._sample)
+        """A slice of encoder work, then a step of the engine; either only where there is something to do."""
+        if self.media is not None:
+            self._fail_all(self.media.step())
+        batch = self.engine.step(self._sample)
+        if batch is None or self.media is None:
+            return
+        self.media.computed(batch.rows)
+        for row in batch.rows:
+            request = self.requests.get(row.request.request_id)
+            if request is not None:
+                self._hand_over_hidden(request)
 
     def stats(self) -> StageStats:
         return engine_stats(self.kind, self.engine, self.tokens)
@@ -169,7 +215,24 @@ class ThinkerStage:
         ids = [token for row in rows for token in row.request.token_ids[row.start : row.start + row.num_tokens]]
         # Padding repeats a real row: it then chooses the same experts and costs no others.
         ids += ids[:1] * (num_rows - len(ids))
-        return self.model.embed(torch.tensor(ids, dtype=torch.long, device=self.device))
+        x = self.model.embed(torch.tensor(ids, dtype=torch.long, device=self.device))
+        if self.media is not None:
+            for placed in self.media.placed(rows, self.device):
+                x.index_copy_(0, placed.places, placed.encoded.embeds)
+        return x
+
+    def _between(self, inputs: StepInputs) -> BetweenLayers | None:
+        """What a step with rows of prompts that have media does between its layers."""
+        if self.media is None or not any(
+            row.request.content_keys and row.start < row.request.num_prompt_tokens for row in inputs.rows
+        ):
+            return None
+        return MediaLayers(
+            hidden=self.cache.hidden,
+            kept_layer=self.config.talker.accept_hidden_layer - 1 if self.config.talker is not None else -1,
+            slots=inputs.metadata.slots,
+            added=self.media.placed(inputs.rows, self.device),
+        )
 
     def _sample(self, rows: tuple[ScheduledRow, ...], hidden: torch.Tensor) -> None:
         requests = [self.requests[row.request.request_id] for row in rows]
@@ -229,6 +292,7 @@ class ThinkerStage:
             request.seq += 1
             request.silent_tokens = 0
         if request.speaks and (released or reason is not None):
+            self._hand_over_hidden(request)
             self._hand_over(engine.request_id, released, final=reason is not None)
         if reason is not None:
             del self.requests[engine.request_id]
@@ -236,8 +300,24 @@ class ThinkerStage:
 
     def _hand_over(self, request_id: str, token_ids: list[int], *, final: bool) -> None:
         assert self.handoffs is not None
-        if not self.handoffs.push(request_id, np.asarray(token_ids, dtype=np.int32), final=final):
+        if not self.handoffs.push(request_id, {"token_ids": np.asarray(token_ids, dtype=np.int32)}, final=final):
             self.scheduler.park(request_id)
+
+    def _hand_over_hidden(self, request: _TextRequest) -> None:
+        """Hand over the hidden states of media rows that are computed and not yet sent, each once."""
+        engine, rows = request.engine, request.spoken_rows
+        ready = int(np.searchsorted(rows, engine.num_computed_tokens))
+        while request.num_spoken < ready:
+            assert self.handoffs is not None
+            piece = rows[request.num_spoken : min(ready, request.num_spoken + PIECE_ROWS)]
+            hidden = to_array(self.cache.hidden_of(engine.block_ids, piece))
+            request.num_spoken += len(piece)
+            if not self.handoffs.push(engine.request_id, {"hidden": hidden}):
+                self.scheduler.park(engine.request_id)
+
+    def _fail_all(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            self._fail(self.requests[fault.request_id], fault.message)
 
     def _fail(self, request: _TextRequest, message: str) -> None:
         request_id = request.engine.request_id
@@ -247,4 +327,6 @@ class ThinkerStage:
     def _release(self, request: _TextRequest, reason: FinishReason) -> None:
         if request.admitted:
             self.sampler.release(request.engine.slot)
+        if self.media is not None:
+            self.media.close(request.engine.request_id)
         self.scheduler.finish(request.engine, reason)

@@ -1,7 +1,8 @@
 """The Talker: text rows in, codec frames out (HF `Qwen3OmniMoeTalkerForConditionalGeneration`).
 
-Every input row is a pure function of ids: `text_table[text id]` plus the sum of code embeddings. So text crosses the
-stage boundary as ids, and a row lost to preemption is computed again from them.
+An input row of text is a pure function of ids: `text_table[text id]` plus the sum of code embeddings. So text crosses
+the stage boundary as ids, and a row lost to preemption is computed again from them. A row of media is the projection of
+the Thinker's hidden state there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ SUPPRESSED_TAIL = 1024  # the last ids of the codec vocabulary are markers: neve
 RESIDUAL_TOP_K = 50
 RESIDUAL_TOP_P = 0.8
 _PROJECTION_ROWS = 4096  # ids projected at a time while the table is built
+_HIDDEN_TILE = 64  # hidden states projected at a time, always as many: a row never depends on what comes with it
 
 
 class ResizeMLP(nn.Module):
@@ -100,6 +102,8 @@ class Talker(nn.Module):
         self.backbone.prepare(row_tile)
         self.code_predictor.prepare(row_tile)
         self.head = take_product(self, "codec_head")
+        self.widen = take_product(self.hidden_projection, "fc1")
+        self.narrow = take_product(self.hidden_projection, "fc2")
         with torch.inference_mode():
             pieces = torch.split(self.thinker_embedding, _PROJECTION_ROWS)
             self.text_table = torch.cat([self.text_projection(piece) for piece in pieces])
@@ -127,6 +131,14 @@ class Talker(nn.Module):
         """text_ids [N], code_rows [N, num_code_groups] into `code_table` -> [N, hidden]."""
         codes = F.embedding(code_rows, self.code_table).sum(dim=1)
         return codes.add_(F.embedding(text_ids, self.text_table))
+
+    def project_hidden(self, hidden: Tensor) -> Tensor:
+        """The Thinker's hidden states [n, thinker_hidden] -> media rows of the prompt [n, hidden]."""
+        projection, tiles = self.hidden_projection, []
+        for tile in torch.split(F.pad(hidden, (0, 0, 0, -hidden.shape[0] % _HIDDEN_TILE)), _HIDDEN_TILE):
+            inner = F.silu(self.widen(tile).add_(projection.fc1_bias))
+            tiles.append(self.narrow(inner).add_(projection.fc2_bias))
+        return torch.cat(tiles)[: hidden.shape[0]]
 
     def forward(
         self,
