@@ -30,7 +30,11 @@ def open_container(data: bytes, file: FileType) -> Iterator[InputContainer]:
     """The file, read as what `sniff` says it is. Raises RequestError for a file whose beginning makes no sense."""
     try:
         container = av.open(
-            io.BytesIO(data), format=file.name, options=OPTIONS, metadata_errors="replace", io_open=_refuse
+            io.BytesIO(_plain_wav(data) if file.name == "wav" else data),
+            format=file.name,
+            options=OPTIONS,
+            metadata_errors="replace",
+            io_open=_refuse,
         )
     except AvMemoryError as error:
         raise MemoryError from error
@@ -99,6 +103,27 @@ def is_cut_off(data: bytes, stream: Any, file: FileType, seconds: float) -> bool
         return any(entry.pos + entry.size > len(data) for entry in stream.index_entries)
     promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
     return seconds < promised - 0.1
+
+
+def prepare(stream: Any, file: FileType) -> None:
+    """Make a stream ready to be decoded by this thread alone. Raises RequestError for an unknown codec."""
+    if stream.codec_context is None:
+        raise RequestError(f"this {file.name} file is coded in a way that is not known here: send it in another codec")
+    stream.codec_context.thread_count = 1
+
+
+def _plain_wav(data: bytes) -> bytes:
+    """A WAV file whose samples fill their places. Of "24 valid bits in 32", FFmpeg takes the 24 for the width; the
+    bits that are not valid are zeros at the low end, so that all 32 say the same."""
+    place = 12
+    while data[place : place + 4] != b"fmt " and place + 8 <= min(len(data), 1 << 16):
+        place += 8 + int.from_bytes(data[place + 4 : place + 8], "little")
+    form = place + 8
+    bits, valid = data[form + 14 : form + 16], data[form + 18 : form + 20]
+    extensible = data[form : form + 2] == b"\xfe\xff" and data[place : place + 4] == b"fmt "
+    if not extensible or valid in (bits, b"\0\0") or int.from_bytes(bits, "little") % 8:
+        return data
+    return data[: form + 18] + bits + data[form + 20 :]
 
 
 def _reason(error: Exception) -> str:

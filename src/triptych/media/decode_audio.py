@@ -21,7 +21,7 @@ import numpy.typing as npt
 import soxr
 
 from triptych.errors import RequestError
-from triptych.media.container import decode, is_cut_off, open_container, packets
+from triptych.media.container import decode, is_cut_off, open_container, packets, prepare
 from triptych.media.sniff import FileType
 
 SAMPLE_RATE = 16000
@@ -112,7 +112,7 @@ def decode_audio(
         if not container.streams.audio:
             return None
         stream = container.streams.audio[0]
-        stream.codec_context.thread_count = 1
+        prepare(stream, file)
         num_packets = 0
         for packet in packets(container, stream, file):
             num_packets += packet.size > 0

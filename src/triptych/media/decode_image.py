@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from triptych.errors import RequestError
-from triptych.media.sniff import IMAGE_FORMATS, FileType
+from triptych.media.sniff import FileType
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +44,9 @@ class OpenImage:
         self._max_pixels = max_pixels
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # checked below, by our limit
-                Image.MAX_IMAGE_PIXELS = max_pixels
-                self._image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-        except Image.DecompressionBombError as error:
-            raise self._too_large(str(error)) from error
+                warnings.simplefilter("ignore")
+                Image.MAX_IMAGE_PIXELS = None  # checked below
+                self._image = Image.open(io.BytesIO(data), formats=[file.name])
         except MemoryError:
             raise
         except Exception as error:  # a decoder may raise anything on a file made to break it
@@ -66,11 +64,12 @@ class OpenImage:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("error", Image.DecompressionBombWarning)
+                Image.MAX_IMAGE_PIXELS = self._max_pixels  # for the picture inside an ICO file
                 self._image.load()
                 self._check_size(self._image.size)  # the header of an ICO file may say less than its picture
                 return np.array(to_rgb(upright(self._image)))
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise self._too_large(str(error)) from error
+            raise self._too_large("the picture inside has more pixels than the header says") from error
         except (MemoryError, RequestError):
             raise
         except Exception as error:

@@ -21,7 +21,7 @@ from av.container import InputContainer
 from av.error import FFmpegError
 
 from triptych.errors import RequestError
-from triptych.media.container import damaged, decode, is_cut_off, open_container, packets
+from triptych.media.container import damaged, decode, is_cut_off, open_container, packets, prepare
 from triptych.media.decode_image import MAX_ASPECT_RATIO
 from triptych.media.sniff import FileType
 
@@ -68,7 +68,7 @@ def decode_video(data: bytes, file: FileType, rules: FrameRules, limits: VideoLi
         stream = video_stream(container)
         if stream is None:
             raise RequestError("the file has no video stream: send it as audio, or send a file with pictures")
-        stream.codec_context.thread_count = 1
+        prepare(stream, file)
         _check_frame(stream.codec_context.width, stream.codec_context.height, limits)
         line = timeline(container, stream, file, limits)
         if is_cut_off(data, stream, file, float("inf")):

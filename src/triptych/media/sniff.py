@@ -12,9 +12,6 @@ from typing import Literal
 
 from triptych.errors import RequestError
 
-# Formats of Pillow, by its names. Each is a raster decoder inside the process: none calls another program.
-IMAGE_FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "AVIF", "BMP", "DIB", "TIFF", "ICO", "JPEG2000", "PPM")
-
 # What is said of a file that has a stranger's signature, so that its sender knows what to change.
 _STRANGERS: tuple[tuple[bytes, str], ...] = (
     (b"%PDF", "a PDF document"),
@@ -37,7 +34,7 @@ _HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """`name` is Pillow's format, or the demuxer's name in FFmpeg."""
+    """`name` is the format in Pillow, or the demuxer in FFmpeg. None of them calls another program."""
 
     name: str
     holds: Literal["image", "media"]
@@ -59,7 +56,7 @@ def as_image(data: bytes) -> FileType:
     found = sniff(data)
     if found is None or found.holds != "image":
         allowed = "JPEG, PNG, WebP, GIF, AVIF, BMP, TIFF, JPEG 2000, ICO or PPM"
-        raise RequestError(f"this is not an image that can be read but {describe(data)}: send a {allowed} file")
+        raise RequestError(f"this is not an image that can be read but {describe(data)}; send {allowed}")
     return found
 
 
@@ -72,7 +69,7 @@ def as_media(data: bytes, wanted: str) -> FileType:
         allowed = (
             "WAV, FLAC, MP3, Ogg, Opus, M4A, WebM or AAC" if wanted == "audio" else "MP4, WebM, Matroska, AVI or GIF"
         )
-        raise RequestError(f"this is not {wanted} that can be read but {describe(data)}: send a {allowed} file")
+        raise RequestError(f"this is not {wanted} that can be read but {describe(data)}; send {allowed}")
     return found
 
 

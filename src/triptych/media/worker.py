@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import resource
 import signal
@@ -26,6 +27,8 @@ from triptych.media.features import FeatureMaker, Features, NoRoomError
 from triptych.media.jobs import Answer, Job, Last, NoRoom, Ready, Refused, Setup, Silent
 from triptych.models.qwen3_omni.config import load_config
 from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
+
+logger = logging.getLogger(__name__)
 
 ALARM_S = 10.0  # after its deadline, a job ends the worker even if the server is gone and cannot kill it
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -81,10 +84,11 @@ class Worker:
             return NoRoom(num_bytes=error.num_bytes)
         except MemoryError:
             return self._too_much_memory()
-        except RuntimeError as error:  # torch's own word for it
-            if "memory" not in str(error):
-                raise
-            return self._too_much_memory()
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "memory" in str(error):  # torch's own word for it
+                return self._too_much_memory()
+            logger.exception("decoding a file of %d bytes (%s) failed", job.size, job.kind)
+            return Refused(message=f"the {job.kind} could not be decoded: {type(error).__name__}")
 
     def _too_much_memory(self) -> Refused:
         return Refused(
