@@ -11,6 +11,7 @@ the decoder goes on from the last keyframe before the next; time stamps then say
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +26,8 @@ from triptych.media.container import damaged, decode, is_cut_off, open_container
 from triptych.media.decode_image import MAX_ASPECT_RATIO
 from triptych.media.sniff import FileType
 
-_SEEKABLE = ("mov", "matroska")  # whose keyframes are where a decoder can begin
+_SEEKABLE = ("mov", "matroska")
+_CODECS = ("h264", "hevc", "vp9", "libdav1d", "av1")  # of which every packet is one frame that is shown
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -75,7 +77,9 @@ def decode_video(data: bytes, file: FileType, rules: FrameRules, limits: VideoLi
             raise RequestError(f"this {file.name} file is cut off: pictures that its header promises are not there")
         reader = _Reader(container, stream, file, line, limits)
         wanted = rules.sample(line.num_frames, line.fps)
-        frames, num_read = reader.read(wanted, rules, jump=True)
+        frames, num_read = reader.read(wanted, rules, jump=reader.can_jump)
+        if len(frames) < len(wanted) and reader.can_jump:
+            frames, num_read = reader.read(wanted, rules, jump=False)
         if len(frames) < len(wanted):
             # Some packets hold no frame that is shown (VP8's references). Now the number of frames is known.
             if not num_read:
@@ -134,13 +138,17 @@ class _Reader:
         self._line = line
         self._limits = limits
 
+    @property
+    def can_jump(self) -> bool:
+        """Whether a packet is a frame, its time stamp says which, and keyframes are where decoding can begin."""
+        return self._file.name in _SEEKABLE and self._stream.codec_context.name in _CODECS and bool(self._line.stamps)
+
     def read(self, wanted: Sequence[int], rules: FrameRules, jump: bool) -> tuple[list[Pixels], int]:
         """The wanted frames as far as there are any, and how many frames were passed on the way."""
         frames: list[Pixels] = []
         size: tuple[int, int] | None = None
         number = -1
-        shown = self._jumping(wanted) if jump and self._jumps(wanted) else self._all()
-        for number, frame in shown:
+        for number, frame in self._jumping(wanted) if jump else self._all():
             if number != wanted[len(frames)]:
                 continue
             pixels = self._pixels(frame)
@@ -154,18 +162,32 @@ class _Reader:
     def _all(self) -> Iterator[tuple[int, Any]]:
         """Every frame with its number, decoded from the start."""
         self._rewind()
-        number = 0
-        for packet in packets(self._container, self._stream, self._file):
-            for frame in decode(packet, self._stream, self._file):
-                yield number, frame
-                number += 1
+        return enumerate(self._decoded())
 
-    def _jumps(self, wanted: Sequence[int]) -> bool:
-        return self._file.name in _SEEKABLE and bool(self._line.stamps) and len(wanted) > 0
+    def _decoded(self) -> Iterator[Any]:
+        for packet in packets(self._container, self._stream, self._file):
+            yield from decode(packet, self._stream, self._file)
 
     def _jumping(self, wanted: Sequence[int]) -> Iterator[tuple[int, Any]]:
-        """The same frames, but for some that are not wanted."""
-        yield from self._all()
+        """The wanted frames with their numbers, and some others. Ends early when a frame is not where it should be."""
+        numbers = {stamp: number for number, stamp in enumerate(self._line.stamps)}
+        keyframes = sorted(numbers[stamp] for stamp in self._line.keyframes)
+        decoded, next_number = self._decoded(), -1
+        for target in wanted:
+            at_or_before = bisect.bisect_right(keyframes, target) - 1
+            if at_or_before < 0 and next_number < 0:
+                return
+            if at_or_before >= 0 and keyframes[at_or_before] > next_number:
+                self._seek(self._line.stamps[keyframes[at_or_before]])
+                decoded = self._decoded()
+            for frame in decoded:
+                number = numbers.get(frame.pts, len(numbers))
+                if number > target:
+                    return
+                next_number = number + 1
+                yield number, frame
+                if number == target:
+                    break
 
     def _rewind(self) -> None:
         start = self._stream.start_time

@@ -20,6 +20,7 @@ from io import BufferedRWPair
 
 import numpy as np
 
+from triptych import log
 from triptych.connectors import segments
 from triptych.errors import ContextLengthError, RequestError
 from triptych.media import jobs
@@ -157,6 +158,7 @@ def limit_memory(num_bytes: int | None) -> None:
 def main(arguments: Sequence[str] | None = None, make: Callable[[BufferedRWPair, Setup], Worker] = Worker) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, whose end is also ours
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    log.configure(process="media worker")
     parser = argparse.ArgumentParser(
         prog="python -m triptych.media.worker", description="A media worker of `triptych serve`."
     )
