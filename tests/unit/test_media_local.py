@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,6 +168,27 @@ def test_a_link_that_appears_after_the_check_is_not_followed(
     assert refusal(files, f"file://{folder}/{name}").startswith(
         ("the file is not a regular", "the file cannot be read")
     )
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_replaces_the_file_after_it_was_looked_at_is_not_read(
+    files: LocalFiles, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    look = os.stat
+
+    def looked_then_swapped(*args: Any, **options: Any) -> os.stat_result:
+        found = look(*args, **options)
+        (folder / "a.wav").unlink()
+        if kind == "link":
+            (folder / "a.wav").symlink_to(tmp_path / "secret")
+        else:
+            os.mkfifo(folder / "a.wav")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", looked_then_swapped)
+        message = refusal(files, f"file://{folder}/a.wav")
+    assert message.startswith(("the file is not a regular", "the file cannot be read"))
 
 
 def test_no_descriptor_is_left_open(files: LocalFiles, folder: Path) -> None:
