@@ -9,7 +9,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -20,196 +20,29 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from triptych.config.schema import DeployConfig, StageConfig
-from triptych.connectors.wire import StageStats, TokenLogprob
-from triptych.errors import CapacityError, ContextLengthError, DeadlineError, StageError
-from triptych.models.qwen3_omni.config import OmniConfig, parse_config
-from triptych.models.qwen3_omni.processor import Processor
-from triptych.models.qwen3_omni.synthetic_tokenizer import build_tokenizer, write_tokenizer
-from triptych.pipeline.health import PipelineHealth, ProcessHealth, ProcessState
-from triptych.pipeline.request import AudioDelta, Done, Event, GenerationRequest, TextDelta
-from triptych.server import audio, completion
-from triptych.server.app import create_app
-
-DECODER = {
-    "vocab_size": 1500,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "intermediate_size": 8,
-}
-RAW: dict[str, Any] = {
-    "model_type": "qwen3_omni_moe",
-    "thinker_config": {"text_config": DECODER},
-    "talker_config": {
-        "text_config": DECODER,
-        "code_predictor_config": DECODER,
-        "speaker_id": {"Chelsie": 1, "Ethan": 2},
-    },
-    "code2wav_config": {},
-}
-DEPLOY = DeployConfig(
-    stages=(
-        StageConfig(stage_id=0, stage="thinker", process="text", default_sampling_params={"max_tokens": 64}),
-        StageConfig(stage_id=1, stage="talker", process="speech", default_sampling_params={"temperature": 0.9}),
-        StageConfig(stage_id=2, stage="code2wav", process="text"),
-    ),
-    heartbeat_timeout_s=30.0,
+from tests.fake_pipeline import (
+    BASE,
+    DEPLOY,
+    SPEECH,
+    SPEECH_PCM,
+    SPEECH_SCRIPT,
+    TEXT_SCRIPT,
+    Connection,
+    FakeOrchestrator,
+    audio_of,
+    client_of,
+    deltas_of,
+    error_of,
+    events_of,
+    limited,
+    post,
 )
-BASE: dict[str, Any] = {"model": "omni", "messages": [{"role": "user", "content": "Say hello."}]}
-SPEECH = BASE | {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}}
-
-Step = Event | Exception | asyncio.Event
-
-
-def samples(*values: float) -> bytes:
-    return np.array(values, "<f4").tobytes()
-
-
-TEXT_SCRIPT: list[Step] = [
-    TextDelta(text="Hel", num_tokens=1),
-    TextDelta(text="lo.", num_tokens=2, finish_reason="stop"),
-    Done(finish_reason="stop", prompt_tokens=9, text_tokens=3, audio_frames=0),
-]
-SPEECH_SCRIPT: list[Step] = [
-    TextDelta(text="Hel", num_tokens=1),
-    AudioDelta(samples=samples(0.0, 0.5, -0.5), num_frames=1, final=False),
-    TextDelta(text="lo.", num_tokens=2, finish_reason="stop"),
-    AudioDelta(samples=samples(1.0, -1.0), num_frames=2, final=True),
-    Done(finish_reason="stop", prompt_tokens=9, text_tokens=3, audio_frames=3),
-]
-SPEECH_PCM = np.array([0, 16384, -16384, 32767, -32767], "<i2").tobytes()
-
-
-class FakeStream:
-    """Plays a script: events are given, exceptions raised, asyncio events waited for."""
-
-    def __init__(self, script: Sequence[Step]) -> None:
-        self._script = list(script)
-        self.ended = False
-        self.aborted = asyncio.Event()
-
-    async def __anext__(self) -> Event:
-        step = self._script.pop(0) if self._script else StopAsyncIteration()
-        while isinstance(step, asyncio.Event):
-            await step.wait()
-            step = self._script.pop(0)
-        if isinstance(step, Exception):
-            self.ended = True
-            raise step
-        self.ended = isinstance(step, Done)
-        return step
-
-    async def aclose(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self.aborted.set()
-
-
-class FakeOrchestrator:
-    def __init__(self) -> None:
-        self.script: Sequence[Step] = TEXT_SCRIPT
-        self.refusal: Exception | None = None
-        self.submitted: list[GenerationRequest] = []
-        self.streams: list[FakeStream] = []
-        self.heartbeat_age_s: float | None = 0.5
-        self.state = ProcessState.READY
-
-    def submit(self, request: GenerationRequest) -> FakeStream:
-        if self.refusal is not None:
-            raise self.refusal
-        self.submitted.append(request)
-        self.streams.append(FakeStream(self.script))
-        return self.streams[-1]
-
-    def health(self) -> PipelineHealth:
-        def process(name: str, *stages: Any) -> ProcessHealth:
-            return ProcessHealth(
-                name=name,
-                stages=stages,
-                state=self.state,
-                pid=1,
-                heartbeat_age_s=self.heartbeat_age_s,
-                restarts=2,
-            )
-
-        return PipelineHealth(
-            ready=self.state is ProcessState.READY,
-            processes={"text": process("text", "thinker", "code2wav"), "speech": process("speech", "talker")},
-            stages={"thinker": StageStats(stage="thinker", running=3, tokens=77)},
-            running=3,
-            queued=1,
-            freeing=0,
-        )
-
-
-@pytest.fixture(scope="module")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    write_tokenizer(build_tokenizer(1500, seed=7), folder)
-    return Processor(folder)
-
-
-@pytest.fixture(scope="module")
-def config() -> OmniConfig:
-    return parse_config(RAW)
-
-
-@pytest.fixture
-def pipeline() -> FakeOrchestrator:
-    return FakeOrchestrator()
-
-
-@pytest.fixture
-def make_app(pipeline: FakeOrchestrator, processor: Processor, config: OmniConfig) -> Callable[..., FastAPI]:
-    def make(**options: Any) -> FastAPI:
-        values: dict[str, Any] = {"processor": processor, "config": config, "deploy": DEPLOY, "model_name": "omni"}
-        return create_app(orchestrator=pipeline, **(values | options))
-
-    return make
-
-
-def client_of(app: FastAPI, **options: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://test", **options)
-
-
-@pytest.fixture
-async def client(make_app: Callable[..., FastAPI]) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(make_app()) as client:
-        yield client
-
-
-async def post(client: httpx.AsyncClient, body: dict[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
-    return await client.post(path, json=body)
-
-
-def events_of(response: httpx.Response) -> list[Any]:
-    """The data of each server-sent event; "[DONE]" stays a string."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    blocks = response.text.split("\n\n")
-    assert blocks.pop() == ""
-    data = [block.removeprefix("data: ") for block in blocks]
-    return [item if item == "[DONE]" else json.loads(item) for item in data]
-
-
-def deltas_of(events: Sequence[Any]) -> list[dict[str, Any]]:
-    return [event["choices"][0]["delta"] for event in events if event != "[DONE]" and event["choices"]]
-
-
-def audio_of(events: Sequence[Any]) -> list[bytes]:
-    pieces = [delta.get("audio", {}).get("data") for delta in deltas_of(events)]
-    return [base64.b64decode(piece) for piece in pieces if piece is not None]
-
-
-def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    body = response.json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    error: dict[str, Any] = body["error"]
-    return error
-
+from triptych.connectors.wire import TokenLogprob
+from triptych.errors import CapacityError, ContextLengthError, DeadlineError, StageError
+from triptych.models.qwen3_omni.processor import Processor
+from triptych.pipeline.health import ProcessState
+from triptych.pipeline.request import AudioDelta, Done, TextDelta
+from triptych.server import audio, completion
 
 # --- whole answers ---
 
@@ -228,7 +61,13 @@ async def test_text_answer_is_one_choice_and_never_speaks(
         "prompt_tokens": 9,
         "completion_tokens": 3,
         "total_tokens": 12,
-        "prompt_tokens_details": {"cached_tokens": 0, "text_tokens": 9, "audio_tokens": 0, "image_tokens": 0},
+        "prompt_tokens_details": {
+            "cached_tokens": 0,
+            "text_tokens": 9,
+            "audio_tokens": 0,
+            "image_tokens": 0,
+            "video_tokens": 0,
+        },
         "completion_tokens_details": {"reasoning_tokens": 0, "text_tokens": 3, "audio_tokens": 0},
     }
     [request] = pipeline.submitted
@@ -359,7 +198,7 @@ async def test_speech_stream_is_golden(
 
     usage = (
         '{"prompt_tokens":9,"completion_tokens":6,"total_tokens":15,'
-        '"prompt_tokens_details":{"cached_tokens":0,"text_tokens":9,"audio_tokens":0,"image_tokens":0},'
+        '"prompt_tokens_details":{"cached_tokens":0,"text_tokens":9,"audio_tokens":0,"image_tokens":0,"video_tokens":0},'
         '"completion_tokens_details":{"reasoning_tokens":0,"text_tokens":3,"audio_tokens":3}}'
     )
     golden = [
@@ -527,7 +366,7 @@ async def test_failure_before_the_first_event_has_its_own_status(
         ({"n": 2}, "n"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
-            "messages.0.content.0",
+            "messages.0.content.0.input_audio.data",
         ),
         ({"logit_bias": {"1500": 1}}, "logit_bias"),
         ({"sampling_params_list": [{"logit_bias": {"1500": 1}}]}, "sampling_params_list.0.logit_bias"),
@@ -593,7 +432,7 @@ async def test_unknown_model_is_404_and_an_alias_is_served(make_app: Callable[..
 async def test_body_that_is_not_usable_json_is_refused(
     make_app: Callable[..., FastAPI], content: bytes, headers: dict[str, str], status: int
 ) -> None:
-    async with client_of(make_app(max_body_bytes=2000)) as client:
+    async with client_of(make_app(deploy=limited(max_body_bytes=2000))) as client:
         error_of(await client.post("/v1/chat/completions", content=content, headers=headers), status)
 
 
@@ -606,7 +445,7 @@ async def test_long_body_is_refused_while_it_is_read(make_app: Callable[..., Fas
             taken += 1
             yield b" " * 1000
 
-    async with client_of(make_app(max_body_bytes=10_000)) as client:
+    async with client_of(make_app(deploy=limited(max_body_bytes=10_000))) as client:
         headers = {"content-type": "application/json"}
         error_of(await client.post("/v1/chat/completions", content=endless(), headers=headers), 413)
     assert taken <= 12
@@ -718,37 +557,6 @@ async def test_openapi_describes_the_request(client: httpx.AsyncClient) -> None:
 
 
 # --- clients that leave ---
-
-
-class Connection:
-    """One HTTP request against the application, by hand: the test decides when the client reads and when it leaves."""
-
-    def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
-        self.incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue(maxsize=1)  # a slow reader holds the server back
-        self.incoming.put_nowait({"type": "http.request", "body": json.dumps(body).encode(), "more_body": False})
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
-            "query_string": b"",
-            "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        self.task = asyncio.create_task(app(scope, self.incoming.get, self.outgoing.put))  # type: ignore[arg-type]
-
-    def leave(self) -> None:
-        self.incoming.put_nowait({"type": "http.disconnect"})
-
-    async def read(self) -> dict[str, Any]:
-        return await asyncio.wait_for(self.outgoing.get(), 5)
-
-    async def ended(self) -> None:
-        await asyncio.wait_for(self.task, 5)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -10,9 +10,11 @@ import pytest
 from pydantic import ValidationError
 
 from triptych.errors import RequestError
+from triptych.media.contract import MediaOptions
 from triptych.server import protocol
 from triptych.server.errors import cut
-from triptych.server.protocol import MOST_MESSAGES, ChatCompletionRequest, parse_chat_request
+from triptych.server.message import MOST_MESSAGES
+from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 
 BASE: dict[str, Any] = {"model": "omni", "messages": [{"role": "user", "content": "hi"}]}
 SPOKEN = {"modalities": ["text", "audio"]}
@@ -24,6 +26,9 @@ WITHOUT_EFFECT = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
 }
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "https://x"}}
 
 
 def parse(**fields: Any) -> ChatCompletionRequest:
@@ -76,6 +81,7 @@ def test_every_field_is_honoured_refused_or_documented_as_without_effect() -> No
     assert honoured == {
         *("model", "messages", "modalities", "audio", "speaker", "voice", "stream", "stream_options", "n"),
         *("response_format", "max_completion_tokens", "logprobs", "top_logprobs", "seed", "sampling_params_list"),
+        *("mm_processor_kwargs", "use_audio_in_video"),
         *protocol._THINKER_FIELDS,
     }
 
@@ -216,6 +222,46 @@ def test_an_empty_voice_is_not_the_default_one() -> None:
         (user([]), "messages.0.content"),
         (user(["hi"]), "messages.0.content.0"),
         (user([{"type": "text"}]), "messages.0.content.0.text"),
+        (user([{"type": "image_url"}]), "messages.0.content.0.image_url"),
+        (user([{"type": "image_url", "image_url": 5}]), "messages.0.content.0.image_url"),
+        (user([{"type": "image_url", "image_url": ""}]), "messages.0.content.0.image_url.url"),
+        (user([{"type": "image_url", "image_url": {}}]), "messages.0.content.0.image_url.url"),
+        (
+            user([{"type": "image_url", "image_url": {"url": "https://x", "detail": "medium"}}]),
+            "messages.0.content.0.image_url.detail",
+        ),
+        (
+            user([{"type": "video_url", "video_url": {"url": "https://x", "detail": "low"}}]),
+            "messages.0.content.0.video_url.detail",
+        ),
+        (user([{"type": "audio_url", "input_audio": {"data": "AA=="}}]), "messages.0.content.0.input_audio"),
+        (user([{"type": "input_audio", "input_audio": {"format": "wav"}}]), "messages.0.content.0.input_audio.data"),
+        (
+            user([{"type": "input_audio", "input_audio": {"data": "AA==", "format": 3}}]),
+            "messages.0.content.0.input_audio.format",
+        ),
+        (
+            user([{"type": "input_audio", "input_audio": {"data": "https://x/a.wav", "format": "wav"}}]),
+            "messages.0.content.0.input_audio.data",
+        ),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "messages.0.content.0"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
+            "messages.0.content.1",
+        ),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant"}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "audio": {}}]}, "messages.0.audio.id"),
+        ({"messages": [{"role": "assistant", "audio": {"id": ""}}]}, "messages.0.audio.id"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "audio_1"}}]}, "messages.0.audio"),
+        ({"use_audio_in_video": "yes"}, "use_audio_in_video"),
+        ({"mm_processor_kwargs": []}, "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": {"size": 5}}, "mm_processor_kwargs.size"),
+        ({"mm_processor_kwargs": {"fps": "2"}}, "mm_processor_kwargs.fps"),
+        (
+            {"mm_processor_kwargs": {"use_audio_in_video": False}, "use_audio_in_video": True},
+            "mm_processor_kwargs.use_audio_in_video",
+        ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages.0.name"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
@@ -239,22 +285,78 @@ def test_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
 
 
-@pytest.mark.parametrize("kind", ["image_url", "audio_url", "video_url", "input_audio", "file", "refusal"])
-def test_part_that_is_not_text_is_named(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["file", "refusal", "image_embeds", "input_image"])
+def test_a_part_that_the_model_cannot_take_is_named_with_those_it_takes(kind: str) -> None:
     error = refused(**user([{"type": "text", "text": "look"}, {"type": kind, kind: {"url": "http://x"}}]))
     assert error.param == "messages.0.content.1" and kind in str(error)
-    assert "this server takes text input only" in str(error)
-
-
-def test_reference_to_earlier_audio_says_what_to_send_instead() -> None:
-    error = refused(messages=[{"role": "assistant", "content": None, "audio": {"id": "audio_1"}}])
-    assert error.param == "messages.0.audio" and "send the transcript as content" in str(error)
+    assert "this model takes text, image_url, audio_url, video_url, input_audio" in str(error)
 
 
 def test_an_assistant_message_as_openai_returns_it_is_accepted() -> None:
     nothing: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
     message = {"role": "assistant", "content": "x"} | nothing
     assert parse(messages=[message]).messages[0].for_template() == {"role": "assistant", "content": "x"}
+
+
+def test_media_parts_are_read_in_their_order_with_their_places() -> None:
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image_url", "image_url": {"url": "https://x/1", "detail": "low"}},
+        {"type": "audio_url", "audio_url": {"url": "https://x/2"}},
+        {"type": "video_url", "video_url": {"url": "data:,3"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "anything"}},
+    ]
+    request = parse(messages=[user("hi")["messages"][0], user(parts)["messages"][0], user([IMAGE])["messages"][0]])
+    assert [(part.kind, part.param, part.url) for part in request.media()] == [
+        ("image", "messages.1.content.1", "https://x/1"),
+        ("audio", "messages.1.content.2", "https://x/2"),
+        ("video", "messages.1.content.3", "data:,3"),
+        ("audio", "messages.1.content.4", "data:;base64,AAAA"),
+        ("image", "messages.2.content.0", "https://x"),
+    ]
+    kinds = [{"type": kind} for kind in ("image", "audio", "video", "audio")]
+    assert request.messages[1].for_template()["content"] == [{"type": "text", "text": "a"}, *kinds]
+
+
+@pytest.mark.parametrize(("detail", "pixels"), [("low", 512 * 512), ("high", None), ("auto", None), (None, None)])
+def test_low_detail_is_a_limit_of_pixels_of_that_image(detail: str | None, pixels: int | None) -> None:
+    [part] = parse(**user([{"type": "image_url", "image_url": {"url": "https://x", "detail": detail}}])).media()
+    assert part.max_pixels == pixels
+
+
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_url_may_stand_for_its_object(kind: str) -> None:
+    name = f"{kind}_url"
+    short, whole = (parse(**user([{"type": name, name: url}])).media() for url in ("https://x", {"url": "https://x"}))
+    assert short == whole
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_audio_in_video": True},
+        {"mm_processor_kwargs": {"use_audio_in_video": True, "fps": None}},
+        {"mm_processor_kwargs": {"use_audio_in_video": True}, "use_audio_in_video": True},
+    ],
+)
+def test_the_sound_of_a_video_is_asked_for_in_two_places(fields: dict[str, Any]) -> None:
+    assert parse(**fields).media_options() == MediaOptions(use_audio_in_video=True)
+
+
+def test_a_spoken_answer_stands_for_its_words_unless_the_message_has_its_own() -> None:
+    given = {"id": "audio_1", "data": "AAAA", "expires_at": 5, "transcript": "said"}
+    silent, worded = parse(
+        messages=[{"role": "assistant", "audio": given}, {"role": "assistant", "content": "own", "audio": given}]
+    ).messages
+    assert silent.spoken_id == "audio_1" and silent.for_template("said")["content"] == "said"
+    assert worded.spoken_id is None and worded.for_template()["content"] == "own"
+
+
+def test_a_body_of_countless_values_is_refused_unread() -> None:
+    body = json.dumps(BASE).encode()
+    with pytest.raises(RequestError, match="commas and opening brackets") as caught:
+        parse_chat_request(body[:-1] + b', "x": [' + b"1," * protocol.MOST_VALUES + b"1]}")
+    assert caught.value.status == 413
 
 
 def test_text_parts_and_developer_messages_reach_the_template() -> None:

@@ -22,10 +22,22 @@ from triptych.cli.options import (
 )
 from triptych.errors import ConfigError, TriptychError
 
+URLS = ("http:", "https:", "data:", "file:")
+
 
 def command(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    prompt: Annotated[str | None, typer.Option(help="What the user says; may be left out beside media.")] = None,
+    image: Annotated[list[str] | None, typer.Option(help="A picture: a path or URL; may be given again.")] = None,
+    audio: Annotated[list[str] | None, typer.Option(help="A clip of sound, likewise.")] = None,
+    video: Annotated[
+        list[str] | None,
+        typer.Option(help="A video, likewise. Images come first, then clips, videos, and the prompt last."),
+    ] = None,
+    use_audio_in_video: Annotated[
+        bool, typer.Option("--use-audio-in-video", help="Hear the sound of videos, too.")
+    ] = False,
+    fps: Annotated[float | None, typer.Option(help="Frames a second to look at of videos.")] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     modalities: Annotated[
         str | None, typer.Option(help="text, or text,audio. Default: audio if --out is given.")
@@ -40,7 +52,7 @@ def command(
     platform: PlatformOption = None,
     log_level: LogLevelOption = LogLevel.warning,
 ) -> None:
-    """Answer one prompt: text on stdout, speech into a file, numbers on stderr."""
+    """Answer one prompt, with pictures, sound and videos: text on stdout, speech into a file, numbers on stderr."""
     wanted = [name.strip() for name in (modalities or ("text,audio" if out else "text")).split(",")]
     if not set(wanted) <= {"text", "audio"}:
         raise ConfigError(f"--modalities {modalities!r} must be text, or text,audio")
@@ -53,24 +65,48 @@ def command(
     if out is not None:
         check_writable(out)
     from triptych.config.sampling import sampling_params
+    from triptych.pipeline.media import media_options
 
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": prompt})
+    media = {"image": image or [], "audio": audio or [], "video": video or []}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": _content(prompt, media)})
+    kwargs = _processor_kwargs(use_audio_in_video, fps, media)
+    media_options(kwargs)
     given = {"max_tokens": max_tokens, "temperature": temperature}
     thinker = {name: value for name, value in given.items() if value is not None}
     sampling_params(thinker | ({} if seed is None else {"seed": seed}), "thinker")  # before minutes of loading
     log.configure(log_level.value)
+    options = {"modalities": wanted, "voice": voice, "seed": seed, "thinker": thinker, "mm_processor_kwargs": kwargs}
     with stoppable():
-        _run(model, messages, wanted, voice, seed, thinker, out, deploy_config, stage_overrides, platform, log_level)
+        _run(model, messages, options, out, deploy_config, stage_overrides, platform, log_level)
+
+
+def _content(prompt: str | None, media: dict[str, list[str]]) -> str | list[dict[str, str]]:
+    """What the user shows, plays and says, in this order. Files are looked for before minutes of loading."""
+    parts = [{"type": kind, kind: name} for kind, names in media.items() for name in names]
+    if prompt is None and not parts:
+        raise ConfigError("nothing to answer: give --prompt, --image, --audio or --video")
+    for kind, names in media.items():
+        for name in names:
+            if not name.startswith(URLS) and not Path(name).expanduser().is_file():
+                raise ConfigError(f"--{kind} {name!r} is not a file")
+    if not parts:
+        return prompt or ""
+    return [*parts, {"type": "text", "text": prompt}] if prompt is not None else parts
+
+
+def _processor_kwargs(use_audio_in_video: bool, fps: float | None, media: dict[str, list[str]]) -> dict[str, Any]:
+    for flag, given in (("--use-audio-in-video", use_audio_in_video), ("--fps", fps is not None)):
+        if given and not media["video"]:
+            raise ConfigError(f"{flag} is for videos; give --video as well")
+    kwargs: dict[str, Any] = {"use_audio_in_video": True} if use_audio_in_video else {}
+    return kwargs if fps is None else kwargs | {"fps": fps}
 
 
 def _run(
     model: str,
-    messages: list[dict[str, str]],
-    modalities: list[str],
-    voice: str | None,
-    seed: int | None,
-    thinker: dict[str, Any],
+    messages: list[dict[str, Any]],
+    options: dict[str, Any],
     out: Path | None,
     deploy_config: str | None,
     stage_overrides: str | None,
@@ -89,13 +125,13 @@ def _run(
             deploy_config=deploy_config,
             platform=platform.value if platform else None,
             stage_overrides=parse_stage_overrides(stage_overrides) if stage_overrides is not None else None,
-            text_only="audio" not in modalities,
+            text_only="audio" not in options["modalities"],
             log_level=log_level.value,
             on_progress=display,
         )
     with omni:
         loaded = time.monotonic()
-        [output] = omni.generate([messages], modalities=modalities, voice=voice, seed=seed, thinker=thinker)
+        [output] = omni.generate([messages], **options)
         took = time.monotonic() - loaded
     if output.error is not None:
         raise output.error

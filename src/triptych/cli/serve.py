@@ -9,7 +9,8 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,6 +55,18 @@ def command(
     stage_init_timeout: Annotated[
         float | None, typer.Option("--stage-init-timeout", "--init-timeout", help="Seconds a stage may take to load.")
     ] = None,
+    allowed_local_media_path: Annotated[
+        str | None, typer.Option(help="Requests may name files below this folder.", metavar="DIR")
+    ] = None,
+    allowed_media_domains: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Hosts that media may be fetched from, with their subdomains: a.com,b.org; may be given again. "
+            "Default: every public one.",
+            metavar="NAMES",
+        ),
+    ] = None,
+    limit_mm_per_prompt: Annotated[str | None, typer.Option(hidden=True)] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="TRIPTYCH_API_KEY", help="Ask clients for this bearer token.")
     ] = None,
@@ -72,8 +85,17 @@ def command(
         raise ConfigError("--omni asks for every stage, --text-only for the Thinker alone; give one of them")
     if api_key is not None and not api_key.strip():
         raise ConfigError("the API key is empty; leave --api-key and TRIPTYCH_API_KEY out to serve without one")
+    if limit_mm_per_prompt is not None:
+        raise ConfigError(
+            "--limit-mm-per-prompt is not in this version: all kinds of media have one limit together, "
+            "media.max_parts in the deploy file"
+        )
     with stoppable():  # until the event loop takes the signals over
-        flags = {"async_chunk": async_chunk, "stage_init_timeout_s": stage_init_timeout}
+        flags = {
+            "async_chunk": async_chunk,
+            "stage_init_timeout_s": stage_init_timeout,
+            "media": _media_flags(allowed_local_media_path, allowed_media_domains),
+        }
         plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
         if dry_run:
             typer.echo(to_yaml(plan.deploy), nl=False)
@@ -83,6 +105,18 @@ def command(
             _serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value)
         )
         raise typer.Exit(status)
+
+
+def _media_flags(local_path: str | None, domains: list[str] | None) -> dict[str, Any] | None:
+    """The keys of the deploy config's `media` that flags set. An empty path allows none, as with vLLM's flag."""
+    given: dict[str, Any] = {}
+    if local_path is not None:
+        given["local_path"] = str(Path(local_path).expanduser().absolute()) if local_path else ""
+    if domains:
+        given["allowed_domains"] = [name.strip() for names in domains for name in names.split(",") if name.strip()]
+        if not given["allowed_domains"]:
+            raise ConfigError("--allowed-media-domains names no host; to fetch nothing, set media.fetch to false")
+    return given or None
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -120,7 +154,7 @@ async def serving(
     """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests."""
     import uvicorn
 
-    from triptych.pipeline.launch import load_processor
+    from triptych.pipeline.launch import load_processor, make_loader
     from triptych.pipeline.orchestrator import Orchestrator
     from triptych.server.app import create_app
 
@@ -143,16 +177,20 @@ async def serving(
     patience_ms = min(int(1000 * plan.deploy.request_timeout_s), 2**31 - 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
     processor = load_processor(plan)
-    orchestrator = await Orchestrator.start(
-        deploy=plan.deploy,
-        model=str(plan.model_dir),
-        config=plan.config,
-        log_level=log_level,
-        on_progress=on_progress,
-    )
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        loader = make_loader(plan)
+        stack.push_async_callback(loader.close)
+        orchestrator = await Orchestrator.start(
+            deploy=plan.deploy,
+            model=str(plan.model_dir),
+            config=plan.config,
+            log_level=log_level,
+            on_progress=on_progress,
+        )
+        stack.push_async_callback(orchestrator.close)
         app = create_app(
             orchestrator=orchestrator,
+            loader=loader,
             processor=processor,
             config=plan.config,
             deploy=plan.deploy,
@@ -182,8 +220,6 @@ async def serving(
             answering.cancel()
             server.should_exit = True
             await asyncio.wait({task})
-    finally:
-        await orchestrator.close()
 
 
 async def _serve_until_stopped(

@@ -82,11 +82,13 @@ class MediaLoader(Protocol):
     @property
     def stats(self) -> MediaStats: ...
 
-    async def load(self, parts: Sequence[MediaPart], options: MediaOptions) -> MediaLease:
-        """All parts of one request, or an error and nothing held.
+    async def load(
+        self, parts: Sequence[MediaPart], options: MediaOptions, *, max_rows: int | None = None
+    ) -> MediaLease:
+        """All parts of one request, or an error and nothing held. No part may take more than `max_rows` of a prompt.
 
-        Raises RequestError whose `param` is that of the part at fault, CapacityError when too many wait. Cancelled,
-        it lets go of everything.
+        Raises RequestError whose `param` is that of the part or option at fault, CapacityError when too many wait.
+        Cancelled, it lets go of everything.
         """
 
     async def close(self) -> None:

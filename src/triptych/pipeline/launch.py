@@ -12,6 +12,7 @@ from triptych.config.platform import Platform, detect_platform, num_cuda_devices
 from triptych.config.resolve import resolve
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.errors import CheckpointError, ConfigError
+from triptych.media.loader import Loader
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.synthetic_cache import MARKER
@@ -75,6 +76,15 @@ def load_processor(plan: LaunchPlan) -> Processor:
                 "says: a tokenizer file is missing, or comes from another model"
             )
     return processor
+
+
+def make_loader(plan: LaunchPlan) -> Loader:
+    """What fetches and decodes the media of requests, in the running event loop. It starts nothing until it is asked.
+
+    Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError when a limit cannot be
+    followed.
+    """
+    return Loader(plan.deploy.media, str(plan.model_dir))
 
 
 def _profile(model: str, model_dir: Path, platform: Platform) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import operator
 import threading
 import uuid
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,14 +19,16 @@ from numpy.typing import NDArray
 from triptych.config.platform import Platform
 from triptych.errors import ConfigError, RequestError, TriptychError
 from triptych.log import LEVELS
-from triptych.pipeline.launch import load_processor, plan
+from triptych.media.contract import MediaOptions, MediaPart
+from triptych.media.loader import Loader
+from triptych.pipeline.conversation import Message, Prompt, read_prompt
+from triptych.pipeline.launch import load_processor, make_loader, plan
+from triptych.pipeline.media import load_media, media_options
 from triptych.pipeline.orchestrator import Orchestrator
-from triptych.pipeline.prepare import prepare
-from triptych.pipeline.request import AudioDelta, Done, GenerationRequest, TextDelta
+from triptych.pipeline.prepare import check_request, context_length, prepare
+from triptych.pipeline.request import AudioDelta, Done, GenerationRequest, MediaTokens, TextDelta
 from triptych.pipeline.supervisor import Progress
 
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message]  # a user's words, or a whole conversation
 MODALITIES = ("text", "audio")
 TIDY_S = 10  # an orchestrator that is interrupted stops its processes within 5 s
 _Result = TypeVar("_Result")
@@ -36,7 +39,8 @@ class OmniOutput:
     """What one prompt gave. With `error` set, the rest is what had come until then.
 
     `text` is the reply (and the transcript of `audio`); `audio` is float32 [num_samples] in [-1, 1], mono, or None when
-    it was not asked for; `finish_reason` is "stop", or "length" when text or speech hit a limit.
+    it was not asked for; `finish_reason` is "stop", or "length" when text or speech hit a limit. `cached_tokens` and
+    `media_tokens` are those of the prompt that the prefix cache held, and that stand for images, sound and video.
     """
 
     text: str = ""
@@ -44,6 +48,8 @@ class OmniOutput:
     sample_rate: int = 24000
     finish_reason: str | None = None
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    media_tokens: MediaTokens = field(default_factory=MediaTokens)
     text_tokens: int = 0
     audio_frames: int = 0
     error: TriptychError | None = None
@@ -83,15 +89,7 @@ class Omni:
         self._thread.start()
         self._closed = False
         try:
-            self._orchestrator = self._wait(
-                Orchestrator.start(
-                    deploy=self._plan.deploy,
-                    model=str(self._plan.model_dir),
-                    config=self._plan.config,
-                    log_level=log_level,
-                    on_progress=on_progress,
-                )
-            )
+            self._orchestrator, self._loader = self._wait(self._start(log_level, on_progress))
         except BaseException:
             self._stop_loop()
             raise
@@ -105,12 +103,15 @@ class Omni:
         seed: int | Sequence[int] | None = None,
         thinker: Mapping[str, Any] | None = None,
         talker: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[OmniOutput]:
         """Run all prompts at once; one output each, in their order.
 
-        A prompt is a string or a conversation (a list of messages as in the chat API). `seed` is one for all or one for
-        each; the same seed gives the same bytes, alone or among others. `thinker` and `talker` are sampling parameters
-        over the deploy config's defaults.
+        A prompt is a string or a conversation: a list of messages as in the chat API, or with parts such as `{"type":
+        "image", "image": x}`, x a path, a URL, bytes, an image of Pillow; for "audio" also `(array, rate)`. `seed` is
+        one for all or one for each; the same seed gives the same bytes, alone or among others. `thinker` and `talker`
+        are sampling parameters over the deploy config's defaults. `mm_processor_kwargs` say how media is read, as in
+        the chat API: `{"use_audio_in_video": True, "fps": 1}`.
 
         A prompt given as a single string raises its error. In a list, a prompt that fails does so alone: its output
         carries `error`, and the others are unaffected. Arguments that are wrong for all raise RequestError.
@@ -129,12 +130,13 @@ class Omni:
                     raise RequestError(f"{name} is given, but modalities does not ask for audio", param=name)
         if voice is not None and not isinstance(voice, str):
             raise RequestError(f"{voice!r} is not the name of a voice", param="voice")
-        for name, value in (("thinker", thinker), ("talker", talker)):
+        for name, value in (("thinker", thinker), ("talker", talker), ("mm_processor_kwargs", mm_processor_kwargs)):
             if value is not None and not isinstance(value, Mapping):
-                raise RequestError(f"{value!r} is not a mapping of sampling parameters", param=name)
+                raise RequestError(f"{value!r} is not a mapping of parameters", param=name)
+        reading = media_options(mm_processor_kwargs or {})
         seeds = _seeds(seed, len(batch))
         options = {"speak": "audio" in modalities, "voice": voice, "thinker": thinker or {}, "talker": talker or {}}
-        outputs = self._wait(self._generate_all(batch, seeds, options))
+        outputs = self._wait(self._generate_all(batch, seeds, options, reading))
         if isinstance(prompts, str) and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
@@ -145,7 +147,7 @@ class Omni:
             return
         self._closed = True
         try:
-            self._wait(self._orchestrator.close())
+            self._wait(self._stop())
         finally:
             self._stop_loop()
 
@@ -157,33 +159,82 @@ class Omni:
     ) -> None:
         self.close()
 
+    async def _start(self, log_level: str, on_progress: Progress | None) -> tuple[Orchestrator, Loader]:
+        loader = make_loader(self._plan)
+        try:
+            orchestrator = await Orchestrator.start(
+                deploy=self._plan.deploy,
+                model=str(self._plan.model_dir),
+                config=self._plan.config,
+                log_level=log_level,
+                on_progress=on_progress,
+            )
+        except BaseException:
+            await loader.close()
+            raise
+        return orchestrator, loader
+
+    async def _stop(self) -> None:
+        try:
+            await self._orchestrator.close()
+        finally:
+            await self._loader.close()
+
     async def _generate_all(
-        self, batch: Sequence[Prompt], seeds: Sequence[int | None], options: Mapping[str, Any]
+        self,
+        batch: Sequence[Prompt],
+        seeds: Sequence[int | None],
+        options: Mapping[str, Any],
+        reading: MediaOptions,
     ) -> list[OmniOutput]:
         room = asyncio.Semaphore(self._plan.deploy.stages[0].max_num_seqs)  # never more than the pipeline admits
 
         async def one(prompt: Prompt, seed: int | None) -> OmniOutput:
             async with room:
-                return await self._generate(prompt, seed, options)
+                return await self._generate(prompt, {**options, "seed": seed}, reading)
 
         return list(await asyncio.gather(*(one(prompt, seed) for prompt, seed in zip(batch, seeds, strict=True))))
 
-    async def _generate(self, prompt: Prompt, seed: int | None, options: Mapping[str, Any]) -> OmniOutput:
+    async def _generate(self, prompt: Prompt, options: Mapping[str, Any], reading: MediaOptions) -> OmniOutput:
         collected = _Collected(self._plan.config.sample_rate, speaks=options["speak"])
         try:
-            request = prepare(
-                processor=self._processor,
-                config=self._plan.config,
-                deploy=self._plan.deploy,
-                messages=_messages(prompt),
-                seed=seed,
-                request_id=f"omni-{uuid.uuid4().hex}",
+            arrival = self._loop.time()
+            messages, parts = await asyncio.to_thread(read_prompt, prompt, self._plan.deploy.media.max_bytes)
+            asked: dict[str, Any] = {
+                "processor": self._processor,
+                "config": self._plan.config,
+                "deploy": self._plan.deploy,
+                "messages": messages,
                 **options,
-            )
+            }
+            request = await self._prepare(asked, parts, reading, arrival)
             await collected.run(self._orchestrator, request)
         except TriptychError as error:
             return collected.output(error)
         return collected.output(None)
+
+    async def _prepare(
+        self, asked: Mapping[str, Any], parts: list[MediaPart], reading: MediaOptions, arrival: float
+    ) -> GenerationRequest:
+        request_id = f"omni-{uuid.uuid4().hex}"
+        if not parts:
+            return prepare(**asked, request_id=request_id)
+        check_request(**asked)  # what can be refused without the media is
+        lease = await load_media(
+            self._loader,
+            parts,
+            reading,
+            max_rows=context_length(self._plan.config, self._plan.deploy),
+            arrival=arrival,
+            timeout_s=self._plan.deploy.request_timeout_s,
+        )
+        parts.clear()  # what they hold may be large
+        try:
+            request = prepare(**asked, request_id=request_id, media=lease.items, lease=lease)
+        except BaseException:
+            lease.close()
+            raise
+        return dataclasses.replace(request, arrival=arrival)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
         """Run in the loop's thread. Interrupted, the work is cancelled and may tidy up before the loop is stopped."""
@@ -234,24 +285,6 @@ def _seeds(seed: Any, count: int) -> list[int | None]:
     return [None if value is None else operator.index(value) for value in given]
 
 
-def _messages(prompt: Prompt) -> list[Message]:
-    """A prompt as chat messages of text. Raises RequestError on anything else."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, list | tuple):
-        raise RequestError(f"{type(prompt).__name__} is neither a string nor a list of messages", "messages")
-    for index, message in enumerate(prompt):
-        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
-            raise RequestError(f"{message!r:.80} is not a message of a role and content", f"messages[{index}]")
-        parts = message["content"] if isinstance(message["content"], list) else []
-        if not isinstance(message["content"], str | list) or any(
-            not isinstance(part, Mapping) or part.get("type") != "text" for part in parts
-        ):
-            raise RequestError("content must be text, or a list of text parts", f"messages[{index}].content")
-    # "developer" is OpenAI's newer name for "system", here as in the chat API.
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in prompt]
-
-
 class _Collected:
     """The events of one request, put together."""
 
@@ -263,7 +296,13 @@ class _Collected:
         self._done: Done | None = None
 
     async def run(self, orchestrator: Orchestrator, request: GenerationRequest) -> None:
-        async with orchestrator.submit(request) as events:
+        try:
+            stream = orchestrator.submit(request)
+        except BaseException:
+            if request.lease is not None:
+                request.lease.close()
+            raise
+        async with stream as events:
             async for event in events:
                 match event:
                     case TextDelta():
@@ -281,6 +320,8 @@ class _Collected:
             sample_rate=self._sample_rate,
             finish_reason=done.finish_reason if done else None,
             prompt_tokens=done.prompt_tokens if done else 0,
+            cached_tokens=done.cached_tokens if done else 0,
+            media_tokens=done.media_tokens if done else MediaTokens(),
             text_tokens=done.text_tokens if done else 0,
             audio_frames=done.audio_frames if done else 0,
             error=error,

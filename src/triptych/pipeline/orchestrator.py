@@ -97,23 +97,28 @@ class Orchestrator:
         return self
 
     def submit(self, request: GenerationRequest) -> RequestStream:
-        """Admit a request and announce it to its stages.
+        """Admit a request and announce it to its stages. From then on its lease is the orchestrator's.
 
         Raises ContextLengthError or RequestError when it cannot be served, and CapacityError when it cannot be served
         now: 429 when the queue is full, 503 when a stage it needs is down.
         """
         admission = admit(request, self._deploy, self._config)
+        self.check_room(speak=request.speaks)
+        return self._requests.open(request, admission, self._deploy.request_timeout_s)
+
+    def check_room(self, *, speak: bool) -> None:
+        """Raise the CapacityError that `submit` would raise now, before more work goes into a request."""
         if self._closed:
             raise CapacityError("the server is shutting down", status=503)
-        for kind in admission.stages:
-            self._check_up(kind)
+        for stage in self._deploy.stages:
+            if speak or stage.stage == "thinker":
+                self._check_up(stage.stage)
         held = self._requests.num_running + self._requests.num_freeing
         if held >= self._max_num_seqs + self._deploy.max_queued_requests:
             raise CapacityError(
                 f"{held} requests are running or waiting (max_num_seqs {self._max_num_seqs} + max_queued_requests "
                 f"{self._deploy.max_queued_requests}); try again later"
             )
-        return self._requests.open(request, admission, self._deploy.request_timeout_s)
 
     def cancel(self, request_id: str) -> None:
         """End a request now: its stream's next and last event is a Done with finish reason "abort". Idempotent."""
@@ -145,7 +150,7 @@ class Orchestrator:
             await self._supervisor.stop()
         finally:
             self._requests.close()
-            segments.sweep(self._run_dir.name.removeprefix("triptych-"))
+            segments.sweep(segments.token_of(self._run_dir.name))
             shutil.rmtree(self._run_dir, ignore_errors=True)  # a process may unlink its own socket meanwhile
 
     @property

@@ -17,9 +17,9 @@ from triptych.connectors.wire import MediaItem
 from triptych.errors import ConfigError, ContextLengthError, RequestError
 from triptych.media.contract import MediaFeatures, MediaLease
 from triptych.models.qwen3_omni.config import OmniConfig
-from triptych.models.qwen3_omni.media_layout import KINDS, Span, expand, part_rows
+from triptych.models.qwen3_omni.media_layout import KINDS, Span, expand, media_rows, part_rows
 from triptych.models.qwen3_omni.processor import Processor
-from triptych.pipeline.request import GenerationRequest
+from triptych.pipeline.request import GenerationRequest, MediaTokens
 
 ROLES = ("system", "user", "assistant")
 SHORTEN_MEDIA = "send smaller pictures (max_pixels), fewer frames of a video (fps, num_frames) or shorter clips"
@@ -56,13 +56,15 @@ def prepare(
     prompt, spans = expand(processor.encode(messages), media, config)
     if (thinker or {}).get("max_tokens") is None:
         params = _fit(params, context - len(prompt))
+    items = media_items(media, spans)
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt,
         thinker=params,
         talker=speech,
         voice=speaker,
-        media=media_items(media, spans),
+        media=items,
+        media_tokens=MediaTokens(**media_rows(items, config.media)),
         lease=lease,
     )
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from triptych import __version__
 from triptych.config.schema import DeployConfig
+from triptych.media.contract import MediaLoader
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.health import PipelineHealth, ProcessState
@@ -28,36 +29,35 @@ from triptych.server.metrics import Metrics
 from triptych.server.protocol import ChatCompletionRequest
 from triptych.server.sse import ClientGone
 
-MAX_BODY_BYTES = 4 * 1024 * 1024  # a context of 65536 tokens is a tenth of it, and what is read holds others up
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads the answer
 
 
 def create_app(
     *,
     orchestrator: Orchestrator,
+    loader: MediaLoader,
     processor: Processor,
     config: OmniConfig,
     deploy: DeployConfig,
     model_name: str,
     model_aliases: Sequence[str] = (),
     api_key: str | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """The application over a running orchestrator, which it neither starts nor stops.
+    """The application over a running orchestrator and a loader, which it neither starts nor stops.
 
     `model_name` and `model_aliases` are what the field `model` of a request may say. Without `api_key` everyone may
-    ask. A longer body than `max_body_bytes` is refused while it is read.
+    ask.
     """
-    metrics = Metrics(model_name, config.sample_rate, orchestrator.health)
+    metrics = Metrics(model_name, config.sample_rate, orchestrator.health, loader.stats)
     names = (model_name, *model_aliases)
     chat = Chat(
         orchestrator=orchestrator,
+        loader=loader,
         processor=processor,
         config=config,
         deploy=deploy,
         metrics=metrics,
         model_names=names,
-        max_body_bytes=max_body_bytes,
     )
     voices = list(config.talker.speaker_id) if config.talker and has_speech(config, deploy) else []
     api = _api(chat, names, voices, context_length(config, deploy))

@@ -7,6 +7,7 @@ HTTP error; one after it is an error event that ends the stream without `[DONE]`
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from fastapi.responses import Response
 from triptych.config.schema import DeployConfig
 from triptych.connectors.wire import TokenLogprob
 from triptych.errors import CapacityError, RequestError, StageError, TriptychError
+from triptych.media.contract import MediaLease, MediaLoader, MediaPart
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.health import PipelineHealth
-from triptych.pipeline.prepare import prepare
+from triptych.pipeline.media import load_media
+from triptych.pipeline.prepare import check_request, context_length, prepare
 from triptych.pipeline.request import AudioDelta, Done, Event, GenerationRequest, TextDelta
 from triptych.server import sse
 from triptych.server.audio import FORMATS, Encoder, encodable, make_encoder
@@ -31,6 +34,7 @@ from triptych.server.completion import Completion, base64_text, logprobs_object
 from triptych.server.errors import ModelNotFoundError, error_body
 from triptych.server.metrics import Metrics, RequestClock
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
+from triptych.server.transcripts import Transcripts
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,22 @@ class Orchestrator(Protocol):
     def submit(self, request: GenerationRequest) -> EventStream:
         """Raises RequestError when the request cannot be served, CapacityError when it cannot be served now."""
 
+    def check_room(self, *, speak: bool) -> None:
+        """Raises CapacityError when a request could not be taken now, whatever it is."""
+
     def health(self) -> PipelineHealth: ...
+
+
+class _Media:
+    """What a request brought along: held from the moment it is loaded, so that no cancellation loses it, and let go of
+    where the pipeline does not take the request."""
+
+    def __init__(self) -> None:
+        self.lease: MediaLease | None = None
+
+    def close(self) -> None:
+        if self.lease is not None:
+            self.lease.close()
 
 
 class Events:
@@ -79,36 +98,39 @@ class Events:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request that the pipeline has taken."""
+    """One request that the pipeline has taken, without the body it came in: that may be large."""
 
-    request: ChatCompletionRequest
     completion: Completion
     events: Events
     encoder: Encoder | None  # None when no audio is asked for
+    wants_text: bool
+    streams: bool
+    includes_usage: bool
     has_logprobs: bool
 
 
 class Chat:
-    """The endpoint. `model_names` are the names a request may give, `max_body_bytes` the longest body."""
+    """The endpoint. `model_names` are the names a request may give."""
 
     def __init__(
         self,
         *,
         orchestrator: Orchestrator,
+        loader: MediaLoader,
         processor: Processor,
         config: OmniConfig,
         deploy: DeployConfig,
         metrics: Metrics,
         model_names: Sequence[str],
-        max_body_bytes: int,
     ) -> None:
         self._orchestrator = orchestrator
+        self._loader = loader
         self._processor = processor
         self._config = config
         self._deploy = deploy
         self._metrics = metrics
         self._model_names = model_names
-        self._max_body_bytes = max_body_bytes
+        self._transcripts = Transcripts()
 
     async def complete(self, http: Request) -> Response:
         """Answer one HTTP request. Raises TriptychError, or ClientGone when the client has left."""
@@ -120,7 +142,7 @@ class Chat:
             raise
         headers = {"X-Request-Id": call.completion.id}
         try:
-            if not call.request.stream:
+            if not call.streams:
                 answer = await sse.until_disconnect(http.receive, self._whole(call))
                 return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
             # Headers wait for the first event, so that a request which fails before it gets an honest status.
@@ -131,25 +153,37 @@ class Chat:
         return sse.EventResponse(self._stream(call, first), call.events.aclose, headers)
 
     async def _submit(self, http: Request, clock: RequestClock) -> Call:
-        body = await sse.read_json_body(http, self._max_body_bytes, self._deploy.request_timeout_s)
-        request = await asyncio.to_thread(self._read, body)
+        body = await sse.read_json_body(http, self._deploy.media.max_body_bytes, self._deploy.request_timeout_s)
+        arrival = asyncio.get_running_loop().time()
+        request, parts = await asyncio.to_thread(self._read, body)
+        del body  # what it holds may be large, and loading what it names take long
         completion = Completion(model=request.model, audio_lifetime_s=self._deploy.audio_id_lifetime_s)
+        media = _Media()
         try:
-            generation = await asyncio.to_thread(self._prepare, request, completion.id)
+            if parts:  # what can be refused without them is
+                self._orchestrator.check_room(speak=request.wants_audio)
+                await asyncio.to_thread(check_request, **self._asked(request))
+                await sse.until_disconnect(http.receive, self._load(parts, request, media, arrival))
+                parts.clear()
+            generation = await asyncio.to_thread(self._prepare, request, completion.id, media.lease)
             encoder = self._encoder(request)
-            stream = self._orchestrator.submit(generation)
-        except RequestError as error:
-            error.param = request.written(error.param)
+            stream = self._orchestrator.submit(dataclasses.replace(generation, arrival=arrival))
+        except BaseException as error:
+            media.close()
+            if isinstance(error, RequestError):
+                error.param = request.written(error.param)
             raise
         return Call(
-            request=request,
             completion=completion,
             events=Events(stream, clock),
             encoder=encoder,
+            wants_text=request.wants_text,
+            streams=bool(request.stream),
+            includes_usage=request.includes_usage,
             has_logprobs=generation.thinker.logprobs is not None,
         )
 
-    def _read(self, body: bytes) -> ChatCompletionRequest:
+    def _read(self, body: bytes) -> tuple[ChatCompletionRequest, list[MediaPart]]:
         request = parse_chat_request(body)
         if request.model not in self._model_names:
             raise ModelNotFoundError(request.model, self._model_names)
@@ -158,27 +192,57 @@ class Chat:
             raise RequestError(
                 f"this build cannot encode {request.audio_format!r}; it can encode {able}", "audio.format"
             )
-        return request
+        return request, request.media()
+
+    async def _load(
+        self, parts: Sequence[MediaPart], request: ChatCompletionRequest, media: _Media, arrival: float
+    ) -> None:
+        media.lease = await load_media(
+            self._loader,
+            parts,
+            request.media_options(),
+            max_rows=context_length(self._config, self._deploy),
+            arrival=arrival,
+            timeout_s=self._deploy.request_timeout_s,
+        )
 
     def _encoder(self, request: ChatCompletionRequest) -> Encoder | None:
         if not request.wants_audio:
             return None
         return make_encoder(request.audio_format, streaming=bool(request.stream), sample_rate=self._config.sample_rate)
 
-    def _prepare(self, request: ChatCompletionRequest, request_id: str) -> GenerationRequest:
+    def _prepare(self, request: ChatCompletionRequest, request_id: str, lease: MediaLease | None) -> GenerationRequest:
+        media = lease.items if lease is not None else ()
+        return prepare(**self._asked(request), request_id=request_id, media=media, lease=lease)
+
+    def _asked(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """What `prepare` and `check_request` want to know of a request."""
         thinker, talker = request.overrides()
-        return prepare(
-            processor=self._processor,
-            config=self._config,
-            deploy=self._deploy,
-            messages=[message.for_template() for message in request.messages],
-            speak=request.wants_audio,
-            thinker=thinker,
-            talker=talker,
-            voice=request.speaker_name,
-            seed=request.seed,
-            request_id=request_id,
-        )
+        return {
+            "processor": self._processor,
+            "config": self._config,
+            "deploy": self._deploy,
+            "messages": self._messages(request),
+            "speak": request.wants_audio,
+            "thinker": thinker,
+            "talker": talker,
+            "voice": request.speaker_name,
+            "seed": request.seed,
+        }
+
+    def _messages(self, request: ChatCompletionRequest) -> list[dict[str, Any]]:
+        """The messages as the chat template takes them, spoken answers in the words that were said."""
+        messages = []
+        for index, message in enumerate(request.messages):
+            audio_id = message.spoken_id
+            spoken = None
+            if audio_id is not None:
+                spoken = self._transcripts.find(audio_id, f"messages.{index}.audio.id")
+            messages.append(message.for_template(spoken))
+        return messages
+
+    def _remember(self, call: Call, text: str) -> None:
+        self._transcripts.keep(call.completion.audio_id, text, call.completion.expires_at)
 
     async def _whole(self, call: Call) -> dict[str, Any]:
         texts: list[str] = []
@@ -191,9 +255,10 @@ class Chat:
             elif call.encoder is not None:
                 audio.append(await _encode(call.encoder, event))
         text = "".join(texts)
-        message: dict[str, Any] = {"content": text if call.request.wants_text else None}
+        message: dict[str, Any] = {"content": text if call.wants_text else None}
         if call.encoder is not None:
             audio.append(await _finish(call.encoder))
+            self._remember(call, text)
             message["audio"] = {
                 "id": call.completion.audio_id,
                 "data": base64_text(b"".join(audio)),
@@ -208,7 +273,7 @@ class Chat:
         """All server-sent events of an answer. `first` was taken already, to know that the request has begun."""
         try:
             async for chunk in self._chunks(call, first):
-                yield sse.event({"usage": None} | chunk if call.request.includes_usage else chunk)
+                yield sse.event({"usage": None} | chunk if call.includes_usage else chunk)
         except Exception as error:
             if not isinstance(error, TriptychError):
                 logger.exception("request %s failed while it was streamed", call.completion.id)
@@ -219,7 +284,8 @@ class Chat:
 
     async def _chunks(self, call: Call, first: Event) -> AsyncGenerator[dict[str, Any]]:
         """The role; text and audio as they come; `expires_at` alone; the finish reason alone; usage when asked for."""
-        request, completion = call.request, call.completion
+        completion = call.completion
+        texts: list[str] = []
         audio_id = {"id": completion.audio_id}  # goes with the first audio update, and only there
 
         def audio(**fields: str) -> dict[str, Any]:
@@ -227,12 +293,13 @@ class Chat:
             audio_id.clear()
             return {"audio": update}
 
-        yield completion.chunk({"role": "assistant", "content": "" if request.wants_text else None})
+        yield completion.chunk({"role": "assistant", "content": "" if call.wants_text else None})
         event = first
         while not isinstance(event, Done):
             if isinstance(event, TextDelta):
                 delta: dict[str, Any] = {}
-                if event.text and request.wants_text:
+                texts.append(event.text)
+                if event.text and call.wants_text:
                     delta["content"] = event.text
                 if event.text and call.encoder is not None:
                     delta |= audio(transcript=event.text)
@@ -248,9 +315,10 @@ class Chat:
                 yield completion.chunk(audio(data=base64_text(data)))
             if audio_id:
                 yield completion.chunk(audio())
+            self._remember(call, "".join(texts))
             yield completion.chunk({"audio": {"expires_at": completion.expires_at}})
         yield completion.chunk({}, finish_reason=event.finish_reason)
-        if request.includes_usage:
+        if call.includes_usage:
             yield completion.usage_chunk(event)
 
 

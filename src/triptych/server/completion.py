@@ -63,17 +63,21 @@ class Completion:
 
 
 def usage(done: Done) -> dict[str, Any]:
-    """Token counts. An audio token is one codec frame (80 ms); `completion_tokens` counts text and audio together."""
+    """Token counts. In the prompt each row of an image, a clip or a video is one token, and a video's own sound counts
+    as audio. In the answer an audio token is one codec frame (80 ms); `completion_tokens` counts text and audio
+    together."""
     completion_tokens = done.text_tokens + done.audio_frames
+    media = done.media_tokens
     return {
         "prompt_tokens": done.prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": done.prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
             "cached_tokens": done.cached_tokens,
-            "text_tokens": done.prompt_tokens,
-            "audio_tokens": 0,
-            "image_tokens": 0,
+            "text_tokens": done.prompt_tokens - media.audio - media.image - media.video,
+            "audio_tokens": media.audio,
+            "image_tokens": media.image,
+            "video_tokens": media.video,
         },
         "completion_tokens_details": {
             "reasoning_tokens": 0,

@@ -18,8 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from triptych.errors import CapacityError, RequestError
+from triptych.media.contract import MediaStats
 from triptych.pipeline.health import PipelineHealth
-from triptych.pipeline.request import AudioDelta, Done, Event, TextDelta
+from triptych.pipeline.request import AudioDelta, Done, Event, MediaTokens, TextDelta
 from triptych.server.sse import ClientGone
 
 PREFIX = "triptych:"
@@ -50,9 +51,11 @@ OUTCOMES = ("stop", "length", "refused", "overloaded", "failed", "disconnected")
 
 
 class Metrics:
-    """Counters and histograms of one server, in a registry of its own. `health` is asked at every scrape."""
+    """Counters and histograms of one server, in a registry of its own. `health` and `media` are read at a scrape."""
 
-    def __init__(self, model_name: str, sample_rate: int, health: Callable[[], PipelineHealth]) -> None:
+    def __init__(
+        self, model_name: str, sample_rate: int, health: Callable[[], PipelineHealth], media: MediaStats
+    ) -> None:
         self.registry = CollectorRegistry()
         self.sample_rate = sample_rate
         self._labels = {"model_name": model_name}
@@ -62,6 +65,12 @@ class Metrics:
         for outcome in OUTCOMES:
             self._requests.labels(outcome=outcome, **self._labels)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._media_tokens = Counter(
+            f"{PREFIX}media_tokens",
+            "Of the prompt tokens, those that stand for media, by kind.",
+            ["model_name", "kind"],
+            registry=self.registry,
+        )
         self.generation_tokens = self._counter("generation_tokens", "Text tokens of finished requests.")
         self.audio_frames = self._counter("audio_frames", "Codec frames (80 ms of audio) of finished requests.")
         self.ttft = self._histogram("time_to_first_token_s", "Arrival to first text.")
@@ -71,9 +80,15 @@ class Metrics:
         self.underrun = self._histogram("audio_underrun_s", "Silence in real-time playout because a packet was late.")
         self.rtf = self._histogram("audio_rtf", "Time until the last audio packet / seconds of audio.", RATIOS)
         self.registry.register(_PipelineCollector(model_name, health))
+        self.registry.register(_MediaCollector(model_name, media))
 
     def count(self, outcome: str) -> None:
         self._requests.labels(outcome=outcome, **self._labels).inc()
+
+    def count_media(self, tokens: MediaTokens) -> None:
+        for kind, number in (("audio", tokens.audio), ("image", tokens.image), ("video", tokens.video)):
+            if number:
+                self._media_tokens.labels(kind=kind, **self._labels).inc(number)
 
     def scrape(self) -> bytes:
         return generate_latest(self.registry)
@@ -140,6 +155,7 @@ class RequestClock:
         self._ended = True
         self._metrics.count(done.finish_reason)
         self._metrics.prompt_tokens.inc(done.prompt_tokens)
+        self._metrics.count_media(done.media_tokens)
         self._metrics.generation_tokens.inc(done.text_tokens)
         self._metrics.audio_frames.inc(done.audio_frames)
         self._metrics.latency.observe(now - self._arrival)
@@ -199,3 +215,23 @@ class _PipelineCollector(Collector):
         for name, process in health.processes.items():
             restarts.add_metric([self._model_name, name], process.restarts)
         yield restarts
+
+
+class _MediaCollector(Collector):
+    """Counters of the loader, read when they are asked for."""
+
+    def __init__(self, model_name: str, stats: MediaStats) -> None:
+        self._model_name = model_name
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        for field, text in (
+            ("decoded", "Images, clips and videos that were decoded."),
+            ("cache_hits", "Images, clips and videos that had been decoded before."),
+            ("refused", "Images, clips and videos that were refused."),
+            ("fetch_seconds", "Time spent fetching media."),
+            ("decode_seconds", "Time spent decoding media."),
+        ):
+            counter = CounterMetricFamily(f"{PREFIX}media_{field}", text, labels=["model_name"])
+            counter.add_metric([self._model_name], getattr(self._stats, field))
+            yield counter

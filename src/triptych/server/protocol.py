@@ -2,7 +2,7 @@
 
 Nothing is ignored in silence. A field is honoured, or refused by name (unknown or not supported), or on this list of
 bookkeeping fields that are accepted and have no effect: `user`, `metadata`, `store: false`, `safety_identifier`,
-`prompt_cache_key`, `prompt_cache_retention`.
+`prompt_cache_key`, `prompt_cache_retention`; and, beside the `id` of an assistant's `audio`, what else came with it.
 """
 
 from __future__ import annotations
@@ -10,51 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from triptych.config.sampling import sampling_params
 from triptych.errors import ConfigError, RequestError
+from triptych.media.contract import MediaOptions, MediaPart
+from triptych.pipeline.media import media_options
 from triptych.server.audio import AudioFormat
-from triptych.server.errors import invalid_request, shown
+from triptych.server.errors import PayloadTooLargeError, invalid_request, shown
+from triptych.server.message import MOST_MESSAGES, NO_TOOLS, Body, Message, TextPart, check_messages, refuse
 
-TEXT_ONLY = "this server takes text input only"
-NO_TOOLS = "this server does not call tools"
 STAGES = ("thinker", "talker", "code2wav")
 MOST_METADATA = 16  # pairs, as in OpenAI's API
-MOST_MESSAGES = 16384  # as many as the longest context holds; and as many parts in one
-
-
-def _refuse(reason: str) -> BeforeValidator:
-    """A field that is known but not honoured: null and empty pass, anything else is an error that says why."""
-
-    def check(value: Any) -> None:
-        if value not in (None, [], {}):
-            raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
-
-    return BeforeValidator(check)
+MOST_VALUES = 2 * 1024**2  # in the JSON of a body, which without media is no longer than twice that
 
 
 def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
-
-
-def _text_part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError(
-            "unsupported", "a part of type {kind}; {reason}", {"kind": shown(kind), "reason": TEXT_ONLY}
-        )
-    return part
 
 
 def _named_voice(voice: Any) -> Any:
@@ -87,80 +60,23 @@ def _few(value: Any) -> Any:
     return value
 
 
-def _content_kind(content: Any) -> str | None:
-    return "(text)" if isinstance(content, str) else "(parts)" if isinstance(content, list) else None
-
-
-class _Body(BaseModel):
-    """Validation ends soon after the first error (here, and `fail_fast` in lists): a body may be full of them."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known_names(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise PydanticCustomError("object", "Input should be an object")
-        for name in value:
-            if name not in cls.model_fields:
-                raise PydanticCustomError("unknown", "unknown field", {"key": name})
-        return value
-
-
-class TextPart(_Body):
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag("(text)")]
-    | Annotated[
-        list[Annotated[TextPart, BeforeValidator(_text_part)]],
-        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
-        Tag("(parts)"),
-    ],
-    Discriminator(
-        _content_kind,
-        custom_error_type="content",
-        custom_error_message="Input should be a string or a list of text parts",
-    ),
-]
-
-
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    name: Annotated[None, _refuse("the model does not see participants' names")] = None
-    audio: Annotated[None, _refuse("references to earlier audio; send the transcript as content")] = None
-    tool_calls: Annotated[None, _refuse(NO_TOOLS)] = None
-    function_call: Annotated[None, _refuse(NO_TOOLS)] = None
-    refusal: Annotated[None, _refuse("send the text of the refusal as content")] = None
-    annotations: Annotated[None, _refuse("this server makes no annotations")] = None
-    content: Content
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as the chat template takes it. "developer" is OpenAI's newer name for "system"."""
-        content = self.content
-        parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
-        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
-
-
-class AudioOptions(_Body):
+class AudioOptions(Body):
     """`voice` None is the model's default. OpenAI requires both fields; here they have defaults."""
 
     voice: Annotated[str | None, BeforeValidator(_named_voice)] = None
     format: AudioFormat = "wav"
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     type: Literal["text"]
 
 
-class ChatCompletionRequest(_Body):
+class ChatCompletionRequest(Body):
     model: str
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
@@ -196,6 +112,8 @@ class ChatCompletionRequest(_Body):
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     sampling_params_list: Annotated[list[dict[str, Any]], Field(max_length=len(STAGES))] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    use_audio_in_video: bool | None = None
 
     # Bookkeeping: accepted, without effect.
     user: str | None = None
@@ -206,19 +124,17 @@ class ChatCompletionRequest(_Body):
     prompt_cache_retention: str | None = None
 
     # Known, but not honoured here.
-    tools: Annotated[None, _refuse(NO_TOOLS)] = None
-    tool_choice: Annotated[None, _refuse(NO_TOOLS)] = None
-    parallel_tool_calls: Annotated[None, _refuse(NO_TOOLS)] = None
-    functions: Annotated[None, _refuse(NO_TOOLS)] = None
-    function_call: Annotated[None, _refuse(NO_TOOLS)] = None
-    web_search_options: Annotated[None, _refuse("this server does not search the web")] = None
-    prediction: Annotated[None, _refuse("this server takes no predicted output")] = None
-    reasoning_effort: Annotated[None, _refuse("this model has no such setting")] = None
-    verbosity: Annotated[None, _refuse("this model has no such setting")] = None
-    service_tier: Annotated[None, _refuse("this server has one tier")] = None
-    moderation: Annotated[None, _refuse("this server does not moderate")] = None
-    mm_processor_kwargs: Annotated[None, _refuse(TEXT_ONLY)] = None
-    use_audio_in_video: Annotated[None, _refuse(TEXT_ONLY)] = None
+    tools: Annotated[None, refuse(NO_TOOLS)] = None
+    tool_choice: Annotated[None, refuse(NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[None, refuse(NO_TOOLS)] = None
+    functions: Annotated[None, refuse(NO_TOOLS)] = None
+    function_call: Annotated[None, refuse(NO_TOOLS)] = None
+    web_search_options: Annotated[None, refuse("this server does not search the web")] = None
+    prediction: Annotated[None, refuse("this server takes no predicted output")] = None
+    reasoning_effort: Annotated[None, refuse("this model has no such setting")] = None
+    verbosity: Annotated[None, refuse("this model has no such setting")] = None
+    service_tier: Annotated[None, refuse("this server has one tier")] = None
+    moderation: Annotated[None, refuse("this server does not moderate")] = None
 
     @property
     def wants_text(self) -> bool:
@@ -245,6 +161,23 @@ class ChatCompletionRequest(_Body):
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def media(self) -> list[MediaPart]:
+        """Everything that is to be seen or heard, in the order of the conversation."""
+        return [
+            part.media(f"messages.{index}.content.{number}")
+            for index, message in enumerate(self.messages)
+            if isinstance(message.content, list)
+            for number, part in enumerate(message.content)
+            if not isinstance(part, TextPart)
+        ]
+
+    def media_options(self) -> MediaOptions:
+        """How the media is to be read. Raises RequestError naming the option that is wrong."""
+        given = dict(self.mm_processor_kwargs or {})
+        if self.use_audio_in_video is not None:
+            given["use_audio_in_video"] = self.use_audio_in_video
+        return media_options(given)
 
     def overrides(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Sampling parameters for the Thinker and for the Talker. Top-level fields concern the Thinker alone; the
@@ -291,6 +224,11 @@ _THINKER_FIELDS = (
 
 def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     """Read and check a request body. Raises RequestError with the dotted path of the first wrong field."""
+    num_values = sum(map(body.count, (b",", b"[", b"{")))  # or more
+    if num_values > MOST_VALUES:
+        raise PayloadTooLargeError(
+            f"the body has {num_values} commas and opening brackets; this server takes {MOST_VALUES} at the most"
+        )
     try:
         value = from_json(body)
     except ValueError as error:
@@ -301,9 +239,22 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
         request = ChatCompletionRequest.model_validate(value)
     except ValidationError as error:
         raise invalid_request(error) from error
+    check_messages(request.messages)
     for check in _CHECKS:
         check(request)
     return request
+
+
+def _check_media_options(request: ChatCompletionRequest) -> None:
+    top, nested = request.use_audio_in_video, (request.mm_processor_kwargs or {}).get("use_audio_in_video")
+    if None not in (top, nested) and top != nested:
+        raise RequestError(
+            f"'use_audio_in_video' is {str(top).lower()}, but in 'mm_processor_kwargs' it is {shown(nested)}; give one "
+            "of them",
+            "mm_processor_kwargs.use_audio_in_video",
+            "invalid_value",
+        )
+    request.media_options()
 
 
 def _check_modalities(request: ChatCompletionRequest) -> None:
@@ -364,6 +315,7 @@ def _check_stage_params(request: ChatCompletionRequest) -> None:
 
 
 _CHECKS: tuple[Callable[[ChatCompletionRequest], None], ...] = (
+    _check_media_options,
     _check_modalities,
     _check_voice,
     _check_lengths,
