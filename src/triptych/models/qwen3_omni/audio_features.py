@@ -1,11 +1,12 @@
 """A clip's log mel spectrogram, as `WhisperFeatureExtractor` makes it of that clip alone.
 
-The extractor computes in float32 with torch; this is numpy in float64, so that a worker needs no torch for sound. They
-differ by the extractor's rounding: below 1e-5, and a few times that next to a pure tone at full scale.
+With torch, which the first clip imports, and in float32, as there: another Fourier transform would round differently,
+and in the gaps between harmonics that shows after the logarithm.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,19 +16,21 @@ from triptych.errors import RequestError
 from triptych.models.qwen3_omni.preprocessor_config import PreprocessorConfig
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 BLOCK = 2048  # frames computed at a time, which bounds the memory beside waveform and result to about 30 MB
 MAX_FREQUENCY = 8000.0
 FLOOR = 1e-10
 DYNAMIC_RANGE = 8.0  # decades below the clip's loudest band
+STEP = math.log(6.4) / 27  # of Slaney's scale above 1 kHz, which is 15 mels
 
 
 def log_mel(waveform: NDArray[np.float32], config: PreprocessorConfig) -> NDArray[np.float32]:
     """float32 [samples] at `config.sampling_rate`, full scale 1 -> float32 [bands, samples // hop_length].
 
     Frames are centred on multiples of the hop, the clip mirrored at both ends. Raises RequestError for a clip shorter
-    than the mirror needs, or with samples that are not finite.
+    than the mirror needs, or whose samples are not finite or so large that their power is not.
     """
     if waveform.dtype != np.float32 or waveform.ndim != 1:
         raise ValueError(f"waveform must be float32 [samples], not {waveform.dtype} {list(waveform.shape)}")
@@ -40,48 +43,46 @@ def log_mel(waveform: NDArray[np.float32], config: PreprocessorConfig) -> NDArra
     spectrogram = np.empty((config.num_mel_bins, frames), np.float32)
     for start in range(0, frames, BLOCK):
         stop = min(start + BLOCK, frames)
-        spectrogram[:, start:stop] = _decades(waveform, start, stop, config).T
-    np.maximum(spectrogram, spectrogram.max() - np.float32(DYNAMIC_RANGE), out=spectrogram)
+        spectrogram[:, start:stop] = _decades(waveform, start, stop, config)
+    peak = spectrogram.max()
+    if not math.isfinite(peak):
+        raise RequestError("the clip has samples that are not finite numbers, or far beyond full scale")
+    np.maximum(spectrogram, peak - np.float32(DYNAMIC_RANGE), out=spectrogram)
     spectrogram += np.float32(4.0)
     spectrogram /= np.float32(4.0)
     return spectrogram
 
 
-def _decades(waveform: NDArray[np.float32], start: int, stop: int, config: PreprocessorConfig) -> NDArray[np.float64]:
-    """log10 of the power in each band, [stop - start, bands], of the frames from `start` to `stop`."""
+def _decades(waveform: NDArray[np.float32], start: int, stop: int, config: PreprocessorConfig) -> NDArray[np.float32]:
+    """log10 of the power in each band, [bands, stop - start], of the frames from `start` to `stop`."""
+    import torch
+
     hop, length = config.hop_length, config.n_fft
     last = len(waveform) - 1
     index = np.abs(np.arange(start * hop - length // 2, (stop - 1) * hop + length // 2))  # mirrored at the start
-    samples = waveform[last - np.abs(last - index)].astype(np.float64)  # and at the end
-    if not np.isfinite(samples).all():
-        raise RequestError("the clip has samples that are not finite numbers")
-    windows = np.lib.stride_tricks.sliding_window_view(samples, length)[::hop]
-    spectrum = np.fft.rfft(windows * _hann(length))
-    power = spectrum.real**2 + spectrum.imag**2
-    return np.log10(np.maximum(power @ _mel_filters(length, config.num_mel_bins, config.sampling_rate), FLOOR))
+    samples = torch.from_numpy(waveform[last - np.abs(last - index)])  # and at the end
+    spectrum = torch.fft.rfft(samples.unfold(0, length, hop) * torch.hann_window(length))
+    power = spectrum.abs() ** 2
+    bands = _mel_filters(length, config.num_mel_bins, config.sampling_rate) @ power.T
+    decades: NDArray[np.float32] = bands.clamp(min=FLOOR).log10().numpy()
+    return decades
 
 
 @lru_cache(maxsize=1)
-def _hann(length: int) -> NDArray[np.float64]:
-    return np.hanning(length + 1)[:-1]  # periodic
+def _mel_filters(n_fft: int, bands: int, sampling_rate: int) -> torch.Tensor:
+    """Triangles of equal area on Slaney's scale (linear to 1 kHz, logarithmic above), [bands, n_fft // 2 + 1]."""
+    import torch
 
-
-@lru_cache(maxsize=1)
-def _mel_filters(n_fft: int, bands: int, sampling_rate: int) -> NDArray[np.float64]:
-    """Triangles of equal area on Slaney's scale (linear to 1 kHz, logarithmic above), [n_fft // 2 + 1, bands]."""
     bins = np.linspace(0, sampling_rate // 2, n_fft // 2 + 1)
-    edges = _hertz(np.linspace(0, _mels(MAX_FREQUENCY), bands + 2))
-    rise = (bins[:, None] - edges[:-2]) / np.diff(edges)[:-1]
-    fall = (edges[2:] - bins[:, None]) / np.diff(edges)[1:]
-    triangles: NDArray[np.float64] = np.maximum(0, np.minimum(rise, fall)) * (2 / (edges[2:] - edges[:-2]))
-    return triangles
-
-
-STEP = np.log(6.4) / 27  # of Slaney's scale above 1 kHz, which is 15 mels
+    edges = _hertz(np.linspace(0, _mels(MAX_FREQUENCY), bands + 2))[:, None]
+    rise = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    fall = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    triangles = np.maximum(0, np.minimum(rise, fall)) * (2 / (edges[2:] - edges[:-2]))
+    return torch.from_numpy(triangles).float()
 
 
 def _mels(hertz: float) -> float:
-    return float(15 + np.log(hertz / 1000) / STEP) if hertz >= 1000 else 3 * hertz / 200
+    return 15 + math.log(hertz / 1000) / STEP if hertz >= 1000 else 3 * hertz / 200
 
 
 def _hertz(mels: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -72,8 +72,8 @@ def resize(pixels: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uin
         return pixels
     import torch
 
-    # torch may not be given memory that it must not write, even to read it.
-    source = torch.from_numpy(pixels if pixels.flags.writeable else pixels.copy())
+    # torch takes no memory that it must not write, nor backwards: those are copied.
+    source = torch.from_numpy(np.require(pixels, requirements=["C", "W"]))
     resized: Any = torch.nn.functional.interpolate(
         source.permute(2, 0, 1)[None], (height, width), mode="bicubic", antialias=True
     )
