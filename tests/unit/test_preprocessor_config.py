@@ -95,6 +95,7 @@ def test_a_processors_file_without_parts_changes_nothing(folder: Path, config: P
         ({"do_normalize": False}, "do_normalize"),
         ({"dither": 0.1}, "dither"),
         ({"n_fft": 401}, "n_fft"),
+        ({"sampling_rate": 24_000}, "sampling_rate 24000"),
         ({"hop_length": 0}, "hop_length"),
         ({"fps": 0}, "fps"),
         ({"num_frames": 8}, "num_frames"),

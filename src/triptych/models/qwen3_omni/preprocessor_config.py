@@ -18,6 +18,7 @@ from triptych.models.qwen3_omni.config import MediaConfig, load_config
 
 FPS = 2.0  # frames a second sampled of a video, as in the family's published examples
 BICUBIC = 3  # Pillow's number, which the files use
+SAMPLING_RATE = 16_000  # the one that the family's processor calls its feature extractor with
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -87,7 +88,7 @@ class _Video(_Image, frozen=True, kw_only=True):
 
 class _Audio(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: Count = 80
-    sampling_rate: Count = 16_000
+    sampling_rate: Count = SAMPLING_RATE
     n_fft: Count = 400
     hop_length: Count = 160
     dither: float = 0.0
@@ -120,6 +121,10 @@ def load_preprocessor(model_dir: str | Path) -> PreprocessorConfig:
         raise CheckpointError(
             f"{video_from}: max_frames {video.max_frames} is below min_frames {video.min_frames} or "
             f"temporal_patch_size {video.temporal_patch_size}"
+        )
+    if audio.sampling_rate != SAMPLING_RATE:
+        raise CheckpointError(
+            f"{audio_from}: sampling_rate {audio.sampling_rate} is not supported; it must be {SAMPLING_RATE}"
         )
     if audio.dither:
         raise CheckpointError(f"{audio_from}: dither {audio.dither} is not supported; it must be 0")
