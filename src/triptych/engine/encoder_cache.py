@@ -40,9 +40,10 @@ class EncoderCache(Generic[V]):
         """Keep a new value, pinned by `users`, of which there is at least one. Idle values make room."""
         if key in self._entries:
             raise ValueError(f"{key!r} is kept already: pin it")
-        self._entries[key] = entry = _Entry(value, nbytes, set(users))
+        entry = _Entry(value, nbytes, set(users))
         if not entry.users:
             raise ValueError(f"{key!r} has no user")
+        self._entries[key] = entry
         self.nbytes += nbytes
         self.pinned_bytes += nbytes
         self._make_room()

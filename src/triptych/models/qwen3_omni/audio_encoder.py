@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from triptych.layers.segment_attention import segment_attention
 
 _MAX_TIMESCALE = 10_000
+_ROWS_A_CHUNK = 13  # what HF's count of rows assumes, whatever n_window is
 
 
 class AudioEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +57,8 @@ class AudioEncoder(nn.Module):
             raise ValueError(f"activation_function {config.activation_function!r} is not supported; only 'gelu' is")
         if config.n_window < 1 or config.window < 1:
             raise ValueError(f"n_window_infer {config.n_window_infer} is less than 2 x n_window {config.n_window}")
+        if convolved(config.chunk) != _ROWS_A_CHUNK:
+            raise ValueError(f"n_window {config.n_window} is not supported: a chunk must give {_ROWS_A_CHUNK} rows")
         self.config = config
         narrow, wide = config.downsample_hidden_size, config.d_model
         self.conv2d1 = nn.Conv2d(1, narrow, 3, 2, padding=1)
