@@ -11,6 +11,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,7 @@ import numpy as np
 from triptych.config.units import format_bytes
 from triptych.errors import RequestError
 from triptych.media.contract import MediaKind, MediaPart
+from triptych.pipeline.media import DETAIL_PIXELS
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message]  # a user's words, or a whole conversation
@@ -71,10 +73,10 @@ def read_prompt(prompt: Prompt, max_bytes: int) -> tuple[list[Message], list[Med
 def _part(part: Any, role: Any, path: str, max_bytes: int) -> MediaPart | Mapping[str, str]:
     if not isinstance(part, Mapping):
         raise RequestError(f"{type(part).__name__} is no part: write {{'type': 'text', 'text': ...}}", path)
-    name = part.get("type")
+    name = str(part.get("type"))
     if name == "text" and isinstance(part.get("text"), str) and len(part) == 2:
         return {"type": "text", "text": part["text"]}
-    kind = _KINDS.get(name) if isinstance(name, str) else None
+    kind = _KINDS.get(name)
     if kind is None or set(part) != {"type", name}:
         raise RequestError(
             f"{part!r:.80} is no part: write {{'type': 'text', 'text': ...}}, or image, audio or video for text",
@@ -82,15 +84,16 @@ def _part(part: Any, role: Any, path: str, max_bytes: int) -> MediaPart | Mappin
         )
     if role != "user":
         raise RequestError(f"{name} in a message of role {role!r:.80}; only those of the user bring media", path)
-    value = part[name]
-    if isinstance(value, Mapping) and set(value) == {"url"}:
-        value = value["url"]
+    value, max_pixels = part[name], None
+    if name.endswith("_url") and isinstance(value, Mapping):
+        value, max_pixels = _addressed(kind, value, path)
     elif name == "input_audio":
         value = _input_audio(value, path)
     try:
-        return _media(kind, value, path, max_bytes)
-    except OSError as error:
-        raise RequestError(f"{value!s:.200} cannot be read: {error.strerror or error}", path) from error
+        return replace(_media(kind, value, path, max_bytes), max_pixels=max_pixels)
+    except (OSError, ValueError, RuntimeError) as error:  # a path with NUL in it, one of an unknown ~user
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{value!s:.200} cannot be read: {reason}", path) from error
 
 
 def _media(kind: MediaKind, value: Any, path: str, max_bytes: int) -> MediaPart:
@@ -128,6 +131,16 @@ def _read(value: str | os.PathLike[str], path: str, max_bytes: int) -> bytes:
         sizes = f"{format_bytes(found.st_size)}, which is more than {format_bytes(max_bytes)}"
         raise RequestError(f"{file} has {sizes} (media.max_bytes)", path)
     return file.read_bytes()
+
+
+def _addressed(kind: MediaKind, value: Mapping[str, Any], path: str) -> tuple[Any, int | None]:
+    """The URL of an object that holds one, and how many pixels the image may have by its `detail`."""
+    names = {"url", "detail"} if kind == "image" else {"url"}
+    detail = value.get("detail")
+    if not {"url"} <= set(value) <= names or detail not in (None, *DETAIL_PIXELS):
+        allowed = f", 'detail': {' or '.join(DETAIL_PIXELS)}" if kind == "image" else ""
+        raise RequestError(f"{value!r:.80} is not {{'url': ...{allowed}}}", path)
+    return value["url"], DETAIL_PIXELS[detail] if detail is not None else None
 
 
 def _input_audio(value: Any, path: str) -> str:

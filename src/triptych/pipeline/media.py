@@ -13,6 +13,7 @@ from triptych.errors import DeadlineError, RequestError
 from triptych.media.contract import MediaLease, MediaLoader, MediaOptions, MediaPart
 
 PATH = "mm_processor_kwargs"
+DETAIL_PIXELS = {"auto": None, "low": 512 * 512, "high": None}  # of an image, as in OpenAI's API; None: the options'
 MOST = 2**31 - 1  # of frames and of pixels, whatever a checkpoint allows
 
 

@@ -10,11 +10,11 @@ from pydantic_core import PydanticCustomError
 
 from triptych.errors import RequestError
 from triptych.media.contract import MediaKind, MediaPart
+from triptych.pipeline.media import DETAIL_PIXELS
 from triptych.server.errors import shown
 
 NO_TOOLS = "this server does not call tools"
 MOST_MESSAGES = 16384  # as many as the longest context holds; and as many parts in one
-LOW_DETAIL_PIXELS = 512 * 512  # of an image with `detail` "low", as in OpenAI's API
 
 
 class Body(BaseModel):
@@ -83,7 +83,7 @@ class ImagePart(Body):
     image_url: Annotated[ImageURL, BeforeValidator(_addressed)]
 
     def media(self, param: str) -> MediaPart:
-        most = LOW_DETAIL_PIXELS if self.image_url.detail == "low" else None
+        most = DETAIL_PIXELS[self.image_url.detail or "auto"]
         return MediaPart(kind=self.kind, param=param, url=self.image_url.url, max_pixels=most)
 
 
