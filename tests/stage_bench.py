@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.bench_media import MediaPrompt, Part, media_prompt
 from triptych.config.sampling import SamplingParams
 from triptych.config.schema import ConnectorConfig, DeployConfig, StageConfig, StageKind
 from triptych.connectors.contract import Arrays, Handoff
 from triptych.connectors.wire import (
     AudioOutput,
     Failed,
+    MediaItem,
     SpeechOutput,
     SubmitCodec,
     SubmitSpeech,
@@ -23,7 +27,7 @@ from triptych.connectors.wire import (
     TextOutput,
     ToServer,
 )
-from triptych.models.qwen3_omni.bridge import talker_prompt_token_ids
+from triptych.models.qwen3_omni.bridge import talker_prompt_token_ids, talker_spans
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.stages.codec_stage import CodecStage
 from triptych.stages.contract import Stage, StageContext
@@ -155,6 +159,7 @@ class Bench:
         request_id: str,
         prompt: list[int],
         *,
+        media: Sequence[MediaItem] = (),
         speak: bool = True,
         thinker: SamplingParams | None = None,
         talker: SamplingParams | None = None,
@@ -171,9 +176,17 @@ class Bench:
                     prompt_token_ids=talker_prompt_token_ids(prompt, self.config),
                     speaker_id=next(iter(self.config.talker.speaker_id.values())),
                     params=talker or SamplingParams(temperature=0.0, max_tokens=20, seed=0, repetition_penalty=1.05),
+                    media=tuple(
+                        msgspec.structs.replace(media[span.part], start=span.start, end=span.end, features=None)
+                        for span in talker_spans(prompt, media, self.config)
+                    ),
                 )
             )
-        self.thinker.submit(SubmitText(request_id=request_id, prompt_token_ids=tuple(prompt), params=text, speak=speak))
+        self.thinker.submit(
+            SubmitText(
+                request_id=request_id, prompt_token_ids=tuple(prompt), params=text, speak=speak, media=tuple(media)
+            )
+        )
 
     def run(self, only: tuple[Stage, ...] | None = None, max_steps: int = 20_000) -> None:
         """Step the stages in turn until none has work."""
@@ -197,3 +210,11 @@ class Bench:
         for _ in range(turns):
             ids += [config.im_start_token_id, config.user_token_id, *newline, *words, *end]
         return [*ids, config.im_start_token_id, config.assistant_token_id, *newline]
+
+    def media_prompt(self, *parts: Part) -> MediaPrompt:
+        """A chat of one user turn with these parts, numbers being tokens of text."""
+        return self.media_chat((self.config.user_token_id, parts))
+
+    def media_chat(self, *turns: tuple[int, Sequence[Part]]) -> MediaPrompt:
+        newline = self.thinker.tokenizer.encode("\n", add_special_tokens=False).ids
+        return media_prompt(self.config, newline, *turns)
