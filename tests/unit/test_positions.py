@@ -8,8 +8,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from triptych.config.sampling import SamplingParams
 from triptych.connectors.wire import MediaItem
+from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.engine.inputs import build_inputs
+from triptych.engine.request import EngineRequest
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.positions import mrope_positions
 
@@ -86,6 +91,24 @@ def test_the_talker_counts_time_by_its_own_rate(config: OmniConfig) -> None:
     video = sounding(1, 3, 1.0, 0, 0)[:1]
     assert mrope_positions([1] * 6, video, fast)[0][0].tolist() == [0, 1, 14, 27, 28, 29]
     assert mrope_positions([1] * 6, video, fast, talker=True)[0][0].tolist() == [0, 1, 27, 53, 54, 55]
+
+
+def test_the_answer_behind_a_long_video_goes_on_by_exactly_one(config: OmniConfig) -> None:
+    """A shift of many thousands has no digits left for fractions in float32: it must not be rounded by itself."""
+    frames, side = 60, 64
+    rows = frames * side**2 // 4
+    video = MediaItem(
+        kind="video", start=2, end=2 + rows, digest=b"", grid=(frames, side, side), second_per_grid=2 / 29.97
+    )
+    prompt = [1] * (video.end + 5)
+    request = EngineRequest(request_id="r", num_prompt_tokens=len(prompt), params=SamplingParams(seed=0))
+    request.positions, request.position_delta = mrope_positions(prompt, [video], config)
+    request.block_ids = list(range(len(prompt) // 16 + 2))
+    batch = ScheduledBatch(rows=(ScheduledRow(request, len(prompt) - 1, 4, True),), preempted=())
+    inputs = build_inputs(batch, block_size=16, device=torch.device("cpu"), batch_invariant=False)
+    last = request.positions[:, -1:]
+    assert last[0, 0] % 1 != 0 and request.position_delta < -60_000
+    np.testing.assert_array_equal(inputs.positions[:, :4].numpy(), last + np.arange(4, dtype=np.float32))
 
 
 def test_a_long_video_takes_milliseconds(config: OmniConfig) -> None:

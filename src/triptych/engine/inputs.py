@@ -91,7 +91,8 @@ def _positions(rows: Sequence[ScheduledRow], indices: _Ints, device: torch.devic
         if placed is not None:
             prompt = placed[:, row.start : row.start + row.num_tokens]
             positions[:, at : at + prompt.shape[1]] = prompt
-            positions[:, at + prompt.shape[1] : end] += np.float32(row.request.position_delta)
+            behind = slice(at + prompt.shape[1], end)
+            positions[:, behind] = indices[behind] + row.request.position_delta  # in float64, then rounded once
         at = end
     return torch.from_numpy(positions).to(device)
 
