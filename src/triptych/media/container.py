@@ -20,6 +20,8 @@ from triptych.media.sniff import FileType
 
 # The bytes come from memory, so FFmpeg needs no protocol at all; an empty list allows none.
 OPTIONS = {"protocol_whitelist": "", "max_streams": "64"}
+_UNKNOWN_SIZE = 0x7FFF0000  # as recorders and pipes write who cannot go back to fill in the size
+_MAX_CHUNKS = 100  # looked at
 _INDEXED = ("mov", "avi")  # formats whose header has the place and size of every packet
 
 av.logging.set_level(av.logging.PANIC)  # what is wrong with a file is told to its sender, not to the log
@@ -49,7 +51,7 @@ def open_container(data: bytes, file: FileType) -> Iterator[InputContainer]:
 
 
 def _refuse(url: str, flags: int, options: dict[str, Any]) -> None:
-    raise PermissionError(f"a file may not open others: {url!r}")
+    raise RequestError(f"the file names another one ({url[:80]!r}), which is not opened: send one that stands alone")
 
 
 def packets(container: InputContainer, stream: Any, file: FileType) -> Iterator[Packet[Any]]:
@@ -101,6 +103,10 @@ def is_cut_off(data: bytes, stream: Any, file: FileType, seconds: float) -> bool
         return False
     if file.name in _INDEXED:
         return any(entry.pos + entry.size > len(data) for entry in stream.index_entries)
+    if file.name == "wav":  # FFmpeg believes the file's own length instead
+        place, size = _wav_chunk(data, b"data")
+        rate = int.from_bytes(data[(form := _wav_chunk(data, b"fmt ")[0]) + 8 : form + 12], "little")
+        return size < _UNKNOWN_SIZE and place + size - len(data) > 0.1 * rate
     promised = float(stream.duration * stream.time_base) if stream.duration else 0.0
     return seconds < promised - 0.1
 
@@ -115,15 +121,23 @@ def prepare(stream: Any, file: FileType) -> None:
 def _plain_wav(data: bytes) -> bytes:
     """A WAV file whose samples fill their places. Of "24 valid bits in 32", FFmpeg takes the 24 for the width; the
     bits that are not valid are zeros at the low end, so that all 32 say the same."""
-    place = 12
-    while data[place : place + 4] != b"fmt " and place + 8 <= min(len(data), 1 << 16):
-        place += 8 + int.from_bytes(data[place + 4 : place + 8], "little")
-    form = place + 8
+    form, _ = _wav_chunk(data, b"fmt ")
     bits, valid = data[form + 14 : form + 16], data[form + 18 : form + 20]
-    extensible = data[form : form + 2] == b"\xfe\xff" and data[place : place + 4] == b"fmt "
+    extensible = form and data[form : form + 2] == b"\xfe\xff"
     if not extensible or valid in (bits, b"\0\0") or int.from_bytes(bits, "little") % 8:
         return data
     return data[: form + 18] + bits + data[form + 20 :]
+
+
+def _wav_chunk(data: bytes, name: bytes) -> tuple[int, int]:
+    """Where the first chunk of that name begins, behind its head, and its size; zeros where there is none."""
+    place = 12
+    for _ in range(_MAX_CHUNKS):
+        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        if data[place : place + 4] == name:
+            return place + 8, size
+        place += 8 + size + size % 2
+    return 0, 0
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,10 +56,11 @@ class VideoLimits:
 class Timeline:
     """The frames of a stream in the order of display, counted by its packets."""
 
-    stamps: tuple[int, ...]  # presentation time stamps; empty where the packets have none
+    stamps: tuple[int, ...]  # presentation time stamps
     keyframes: frozenset[int]  # the stamps of those
     num_frames: int
     fps: float
+    can_jump: bool  # whether the stamps say which frame is which, and decoding can begin at any keyframe
 
 
 def decode_video(data: bytes, file: FileType, rules: FrameRules, limits: VideoLimits) -> Pixels:
@@ -66,28 +68,19 @@ def decode_video(data: bytes, file: FileType, rules: FrameRules, limits: VideoLi
 
     Raises RequestError (without its `param`) for a file without pictures, beyond the limits, damaged or cut off.
     """
-    with open_container(data, file) as container:
-        stream = video_stream(container)
-        if stream is None:
-            raise RequestError("the file has no video stream: send it as audio, or send a file with pictures")
-        prepare(stream, file)
-        _check_frame(stream.codec_context.width, stream.codec_context.height, limits)
-        line = timeline(container, stream, file, limits)
-        if is_cut_off(data, stream, file, float("inf")):
-            raise RequestError(f"this {file.name} file is cut off: pictures that its header promises are not there")
-        reader = _Reader(container, stream, file, line, limits)
-        wanted = rules.sample(line.num_frames, line.fps)
-        frames, num_read = reader.read(wanted, rules, jump=reader.can_jump)
-        if len(frames) < len(wanted) and reader.can_jump:
-            frames, num_read = reader.read(wanted, rules, jump=False)
-        if len(frames) < len(wanted):
-            # Some packets hold no frame that is shown (VP8's references). Now the number of frames is known.
-            if not num_read:
-                raise RequestError(f"this {file.name} file is damaged: no picture can be decoded")
-            wanted = rules.sample(num_read, line.fps)
-            frames, _ = reader.read(wanted, rules, jump=False)
-        if len(frames) < len(wanted):
-            raise RequestError(f"this {file.name} file is damaged: only {len(frames)} pictures can be decoded")
+    reader = _Reader(data, file, rules, limits)
+    wanted = rules.sample(reader.line.num_frames, reader.line.fps)
+    frames, num_read = reader.read(wanted, jump=True) if reader.line.can_jump else ([], 0)
+    if len(frames) < len(wanted):
+        frames, num_read = reader.read(wanted, jump=False)
+    if not num_read:
+        raise RequestError(f"this {file.name} file is damaged: no picture can be decoded")
+    if len(frames) < len(wanted):
+        # Some packets hold no frame that is shown (VP8's references). Now the number of frames is known.
+        wanted = rules.sample(num_read, reader.line.fps)
+        frames, _ = reader.read(wanted, jump=False)
+    if len(frames) < len(wanted):
+        raise RequestError(f"this {file.name} file is damaged: only {len(frames)} pictures can be decoded")
     return np.stack(frames)
 
 
@@ -125,61 +118,70 @@ def timeline(container: InputContainer, stream: Any, file: FileType, limits: Vid
         )
     if not stamps:
         raise RequestError(f"this {file.name} file is damaged or empty: its video stream has no pictures")
-    return Timeline(tuple(known) if complete else (), frozenset(keyframes), len(stamps), fps)
+    can_jump = complete and file.name in _SEEKABLE and stream.codec_context.name in _CODECS
+    return Timeline(tuple(known), frozenset(keyframes), len(stamps), fps, can_jump)
 
 
 class _Reader:
-    def __init__(
-        self, container: InputContainer, stream: Any, file: FileType, line: Timeline, limits: VideoLimits
-    ) -> None:
-        self._container = container
-        self._stream = stream
+    """Opens the file anew for each reading: not every format can be wound back to its first frame."""
+
+    def __init__(self, data: bytes, file: FileType, rules: FrameRules, limits: VideoLimits) -> None:
+        self._data = data
         self._file = file
-        self._line = line
+        self._rules = rules
         self._limits = limits
+        with self._open() as (container, stream):
+            _check_frame(stream.codec_context.width, stream.codec_context.height, limits)
+            self.line = timeline(container, stream, file, limits)
+            if is_cut_off(data, stream, file, float("inf")):
+                raise RequestError(
+                    f"this {file.name} file is cut off: pictures that its header promises are not there; send all of it"
+                )
 
-    @property
-    def can_jump(self) -> bool:
-        """Whether a packet is a frame, its time stamp says which, and keyframes are where decoding can begin."""
-        return self._file.name in _SEEKABLE and self._stream.codec_context.name in _CODECS and bool(self._line.stamps)
-
-    def read(self, wanted: Sequence[int], rules: FrameRules, jump: bool) -> tuple[list[Pixels], int]:
+    def read(self, wanted: Sequence[int], jump: bool) -> tuple[list[Pixels], int]:
         """The wanted frames as far as there are any, and how many frames were passed on the way."""
         frames: list[Pixels] = []
         size: tuple[int, int] | None = None
         number = -1
-        for number, frame in self._jumping(wanted) if jump else self._all():
-            if number != wanted[len(frames)]:
-                continue
-            pixels = self._pixels(frame)
-            if size is None:
-                size = rules.size(len(wanted), *pixels.shape[:2])
-            frames.append(rules.resize(pixels, size))
-            if len(frames) == len(wanted):
-                break
+        with self._open() as (container, stream):
+            shown = self._jumping(container, stream, wanted) if jump else enumerate(self._decoded(container, stream))
+            for number, frame in shown:
+                if number != wanted[len(frames)]:
+                    continue
+                pixels = self._pixels(frame)
+                if size is None:
+                    size = self._rules.size(len(wanted), *pixels.shape[:2])
+                frames.append(self._rules.resize(pixels, size))
+                if len(frames) == len(wanted):
+                    break
         return frames, number + 1
 
-    def _all(self) -> Iterator[tuple[int, Any]]:
-        """Every frame with its number, decoded from the start."""
-        self._rewind()
-        return enumerate(self._decoded())
+    @contextmanager
+    def _open(self) -> Iterator[tuple[InputContainer, Any]]:
+        with open_container(self._data, self._file) as container:
+            stream = video_stream(container)
+            if stream is None:
+                raise RequestError("the file has no video stream: send it as audio, or send a file with pictures")
+            prepare(stream, self._file)
+            yield container, stream
 
-    def _decoded(self) -> Iterator[Any]:
-        for packet in packets(self._container, self._stream, self._file):
-            yield from decode(packet, self._stream, self._file)
+    def _decoded(self, container: InputContainer, stream: Any) -> Iterator[Any]:
+        for packet in packets(container, stream, self._file):
+            yield from decode(packet, stream, self._file)
 
-    def _jumping(self, wanted: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def _jumping(self, container: InputContainer, stream: Any, wanted: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """The wanted frames with their numbers, and some others. Ends early when a frame is not where it should be."""
-        numbers = {stamp: number for number, stamp in enumerate(self._line.stamps)}
-        keyframes = sorted(numbers[stamp] for stamp in self._line.keyframes)
-        decoded, next_number = self._decoded(), -1
+        numbers = {stamp: number for number, stamp in enumerate(self.line.stamps)}
+        keyframes = sorted(numbers[stamp] for stamp in self.line.keyframes if stamp in numbers)
+        decoded, next_number = self._decoded(container, stream), 0
         for target in wanted:
-            at_or_before = bisect.bisect_right(keyframes, target) - 1
-            if at_or_before < 0 and next_number < 0:
-                return
-            if at_or_before >= 0 and keyframes[at_or_before] > next_number:
-                self._seek(self._line.stamps[keyframes[at_or_before]])
-                decoded = self._decoded()
+            before = bisect.bisect_right(keyframes, target) - 1
+            if before >= 0 and keyframes[before] > next_number:
+                try:
+                    container.seek(self.line.stamps[keyframes[before]], stream=stream)
+                except FFmpegError as error:
+                    raise damaged(self._file, error) from error
+                decoded = self._decoded(container, stream)
             for frame in decoded:
                 number = numbers.get(frame.pts, len(numbers))
                 if number > target:
@@ -189,21 +191,10 @@ class _Reader:
                 if number == target:
                     break
 
-    def _rewind(self) -> None:
-        start = self._stream.start_time
-        self._seek(start if start is not None else 0)
-
-    def _seek(self, stamp: int) -> None:
-        try:
-            self._container.seek(stamp, stream=self._stream)
-        except FFmpegError as error:
-            raise damaged(self._file, error) from error
-        self._stream.codec_context.flush_buffers()
-
     def _pixels(self, frame: Any) -> Pixels:
         _check_frame(frame.width, frame.height, self._limits)
         try:
-            pixels: Pixels = frame.to_ndarray(format="rgb24")
+            pixels: Pixels = frame.to_ndarray(format="rgb24", threads=1)
         except (FFmpegError, ValueError) as error:
             raise damaged(self._file, error) from error
         # Degrees against the clock, as `rot90` turns.
