@@ -63,6 +63,10 @@ class MemoryEdge:
         self.refused -= set(names)
         return names
 
+    def moves(self) -> bool:
+        """Whether its target has something to take, or its source has got credit to go on."""
+        return bool(self.queue) or any(self.unread[name] < self.window for name in self.refused)
+
     def receive(self) -> list[Handoff | tuple[str, Exception]]:
         taken: list[Handoff | tuple[str, Exception]] = list(self.queue)
         self.queue.clear()
@@ -197,7 +201,7 @@ class Bench:
                 if stage.has_work():
                     stage.step()
                     busy = True
-            if not busy and not any(edge.queue for edge in (self.code_edge,)):
+            if not busy and not any(edge.moves() for edge in (self.text_edge, self.code_edge) if only is None):
                 return
         raise AssertionError("the stages did not come to rest")
 

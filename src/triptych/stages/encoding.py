@@ -43,12 +43,19 @@ class Fault:
     message: str
 
 
+_Key = tuple[str, bytes, int]  # kind, digest, and the first row that is made
+
+
 @dataclass(slots=True, eq=False)
 class _Encoding:
-    """An item on its way, or done. `item` is None once every row is there, `output` until the first slice is due."""
+    """An item on its way, or done. `item` is None once every row is there, `output` until the first slice is due.
 
-    key: tuple[str, bytes]
+    Rows before `first_row` are not made. `rows_ready` and the slices count from the item's first row all the same.
+    """
+
+    key: _Key
     item: EncoderItem | None
+    first_row: int
     num_rows: int
     todo: deque[Slice]
     users: set[str] = field(default_factory=set)
@@ -69,10 +76,9 @@ class EncoderLine:
       when their rows are there already: a caller who keeps no reference has a memory map closed by that.
     - `step()` encodes at most `budget` patches and spectrogram frames, or one slice where that alone is more (an image
       is not cut). Call it once a turn while `has_work()`. It returns the requests that failed.
-    - `rows_ready(request_id, index)` rows of an item can be had, from its first on; they grow slice by slice.
-      `rows(request_id, index, start, end)` are those, as views that must not be written to.
-    - `release(request_id)` when a request ends or is aborted, and not before: a preempted request asks for its rows
-      again. Idempotent.
+    - `rows_ready(request_id, index)` is how far an item's rows can be had, from the first needed one on; it grows slice
+      by slice. `rows(request_id, index, start, end)` are those, as views that must not be written to.
+    - `release(request_id)` when its rows are needed no more: they may be forgotten. Idempotent.
 
     Requests take turns, first come first served, so a long video does not hold up a small picture. Items with one
     digest are encoded once. With `batch_invariant` every slice goes through its encoder alone, and slices depend on the
@@ -98,7 +104,7 @@ class EncoderLine:
         self.cache: EncoderCache[_Encoding] = EncoderCache(cache_bytes)
         self.ahead_bytes = max(cache_bytes, AHEAD_BYTES)
         self._requests: dict[str, tuple[_Encoding, ...]] = {}  # first come first
-        self._unfinished: dict[tuple[str, bytes], _Encoding] = {}
+        self._unfinished: dict[_Key, _Encoding] = {}
         self._turns: deque[str] = deque()
 
     @classmethod
@@ -149,17 +155,17 @@ class EncoderLine:
         return bool(self._unfinished)
 
     def rows_ready(self, request_id: str, index: int) -> int:
-        """How many rows of the request's item number `index` can be had, counted from its first."""
+        """Up to which row the request's item number `index` can be had, from the first needed one on."""
         return self._requests[request_id][index].rows_ready
 
     def rows(self, request_id: str, index: int, start: int, end: int) -> Encoded:
         """Rows [start, end) of an item, all of them ready."""
         encoding = self._requests[request_id][index]
-        if encoding.output is None or not 0 <= start <= end <= encoding.rows_ready:
-            raise ValueError(f"rows [{start}, {end}) of item {index}: {encoding.rows_ready} are ready")
-        return Encoded(
-            encoding.output.embeds[start:end], tuple(layer[start:end] for layer in encoding.output.deepstack)
-        )
+        first, ready = encoding.first_row, encoding.rows_ready
+        if encoding.output is None or not first <= start <= end <= ready:
+            raise ValueError(f"rows [{start}, {end}) of item {index}: those from {first} to {ready} are ready")
+        part = slice(start - first, end - first)
+        return Encoded(encoding.output.embeds[part], tuple(layer[part] for layer in encoding.output.deepstack))
 
     @torch.inference_mode()
     def step(self) -> tuple[Fault, ...]:
@@ -177,11 +183,16 @@ class EncoderLine:
     # --- whose turn it is --------------------------------------------------------------------------------------------
 
     def _encoding(self, request_id: str, item: EncoderItem) -> _Encoding:
-        """The encoding of an item, shared with whoever brought the same one."""
-        key = (item.kind, item.digest)
-        encoding = self.cache.pin(key, request_id) or self._unfinished.get(key)
-        if encoding is None:
-            encoding = _Encoding(key, item, item.num_rows, deque(slices(item, self.encoders, self.budget)))
+        """The encoding of an item, shared with whoever brought the same one and needs no earlier row."""
+        todo = deque(piece for piece in slices(item, self.encoders, self.budget) if piece.end > item.first_row)
+        first_row = todo[0].row
+        for first in dict.fromkeys((0, first_row)):
+            key = (item.kind, item.digest, first)
+            encoding = self.cache.pin(key, request_id) or self._unfinished.get(key)
+            if encoding is not None:
+                break
+        else:
+            encoding = _Encoding(key, item, first_row, item.num_rows, todo)
             self._unfinished[key] = encoding
         encoding.users.add(request_id)
         return encoding
@@ -222,14 +233,15 @@ class EncoderLine:
     def _begin(self, encoding: _Encoding) -> None:
         """Make room for the rows of an item."""
         self.cache.add(encoding.key, encoding, self._nbytes(encoding), encoding.users)
-        shape = (encoding.num_rows, self.encoders.hidden_size)
+        shape = (encoding.num_rows - encoding.first_row, self.encoders.hidden_size)
         embeds, *deepstack = (
             torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(self._num_tensors(encoding))
         )
         encoding.output = Encoded(embeds, tuple(deepstack))
 
     def _nbytes(self, encoding: _Encoding) -> int:
-        return self._num_tensors(encoding) * encoding.num_rows * self.encoders.hidden_size * self.dtype.itemsize
+        num_rows = encoding.num_rows - encoding.first_row
+        return self._num_tensors(encoding) * num_rows * self.encoders.hidden_size * self.dtype.itemsize
 
     def _num_tensors(self, encoding: _Encoding) -> int:
         return 1 if encoding.key[0] == "audio" else 1 + self.encoders.num_deepstack
@@ -271,13 +283,13 @@ class EncoderLine:
     def _store(self, encoding: _Encoding, piece: Slice, found: Sequence[Tensor]) -> list[Fault]:
         if encoding.output is None or not encoding.users:
             return []  # an earlier slice of it has failed
-        end = piece.row + piece.num_rows
+        rows = slice(piece.row - encoding.first_row, piece.end - encoding.first_row)
         for whole, part in zip((encoding.output.embeds, *encoding.output.deepstack), found, strict=True):
-            whole[piece.row : end].copy_(part)
-            if not whole[piece.row : end].isfinite().all():
+            whole[rows].copy_(part)
+            if not whole[rows].isfinite().all():
                 return self._fail(encoding, f"the encoder gave no finite values for this {encoding.key[0]}")
-        encoding.rows_ready = end
-        if end == encoding.num_rows:
+        encoding.rows_ready = piece.end
+        if piece.end == encoding.num_rows:
             encoding.item = None
             del self._unfinished[encoding.key]
         return []

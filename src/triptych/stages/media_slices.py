@@ -16,7 +16,8 @@ from triptych.models.qwen3_omni.encoders import Encoders
 class EncoderItem:
     """One image, clip or video of a prompt. `digest`, `grid` and `features` are those of `wire.MediaItem`.
 
-    `num_rows` is how many rows of the prompt it fills. `features` may be a view of a read-only memory map.
+    `num_rows` is how many rows of the prompt it fills, of which those from `first_row` on are needed. `features` may be
+    a view of a read-only memory map.
     """
 
     kind: Literal["image", "audio", "video"]
@@ -24,6 +25,7 @@ class EncoderItem:
     num_rows: int
     features: np.ndarray
     grid: tuple[int, int, int] = (0, 0, 0)
+    first_row: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Slice:
     num_rows: int
     grid: tuple[int, int, int] = (0, 0, 0)
     chunk: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.row + self.num_rows
 
 
 def slices(item: EncoderItem, encoders: Encoders, budget: int) -> Iterator[Slice]:
@@ -72,6 +78,8 @@ def check_item(item: EncoderItem, encoders: Encoders) -> None:
     rows = _audio_rows(item, encoders) if item.kind == "audio" else _vision_rows(item, encoders)
     if rows != item.num_rows:
         raise TriptychError(f"{item.kind} features give {rows} rows, the prompt has {item.num_rows} for them")
+    if not 0 <= item.first_row < rows:
+        raise TriptychError(f"row {item.first_row} is not one of the {rows} rows of the {item.kind}")
 
 
 def _audio_rows(item: EncoderItem, encoders: Encoders) -> int:

@@ -27,16 +27,25 @@ from triptych.stages.media_slices import EncoderItem
 
 @dataclass(slots=True)
 class _Item:
-    """One item of a prompt and its rows there. `order` names what was submitted to the encoder line with it."""
+    """One item of a prompt and its rows there. Those from `first_row` on are had from an order, the others from a
+    prefix-cache hit; `order` names what was submitted to the encoder line with the item."""
 
     media: MediaItem
     rows: NDArray[np.int64]
-    order: str | None = None
+    order: str = ""
     index: int = 0  # within the order
+    first_row: int = 0
 
     @property
     def end(self) -> int:
         return int(self.rows[-1]) + 1
+
+    @property
+    def hit_end(self) -> int:
+        """How far a hit must reach; 0 when none is needed."""
+        if not self.order:
+            return self.end
+        return int(self.rows[self.first_row - 1]) + 1 if self.first_row else 0
 
 
 @dataclass(slots=True)
@@ -63,8 +72,8 @@ class PlacedRows:
 class PromptMedia:
     """Media by request, from `open` to `close`.
 
-    Items that the prefix cache holds are not encoded. What a prompt needed is let go once its media rows are computed;
-    a request that is preempted after that finds them in the prefix cache, or has them encoded again.
+    What the prefix cache holds is not encoded. What a prompt needed is let go once its media rows are computed; a
+    request that is preempted after that finds them in the prefix cache, or has them encoded again.
     """
 
     def __init__(self, *, line: EncoderLine, scheduler: Scheduler, config: OmniConfig) -> None:
@@ -110,15 +119,14 @@ class PromptMedia:
         return self._line.has_work()
 
     def step(self) -> list[Fault]:
-        """One slice of encoder work. Returns the requests that failed by it; close them."""
+        """Some encoder work. Returns the requests that failed by it, each once; close them."""
         if not self._line.has_work():
             return []
-        faults = [Fault(self._clients[fault.request_id], fault.message) for fault in self._line.step()]
-        failed = {fault.request_id for fault in faults}
+        faults = {self._clients[fault.request_id]: fault.message for fault in self._line.step()}
         for request_id, prompt in self._prompts.items():
-            if prompt.orders and request_id not in failed:
+            if prompt.orders and request_id not in faults:
                 self._tell(prompt)
-        return faults
+        return [Fault(request_id, message) for request_id, message in faults.items()]
 
     def placed(self, rows: Iterable[ScheduledRow], device: torch.device) -> list[PlacedRows]:
         """What the encoders made for those rows of a step, which are packed in this order."""
@@ -128,7 +136,6 @@ class PromptMedia:
                 for item in self._prompts[row.request.request_id].items:
                     low, high = np.searchsorted(item.rows, (row.start, row.start + row.num_tokens)).tolist()
                     if low < high:
-                        assert item.order is not None
                         places = torch.from_numpy(item.rows[low:high] + (at - row.start)).to(device)
                         found.append(PlacedRows(places, self._line.rows(item.order, item.index, low, high)))
             at += row.num_tokens
@@ -144,27 +151,28 @@ class PromptMedia:
 
     def _order(self, request_id: str, prompt: _Prompt) -> None:
         engine = prompt.engine
-        missing = [item for item in prompt.items if item.order is None]
-        if not missing or engine.status is not RequestStatus.WAITING or engine.parked:
+        if engine.status is not RequestStatus.WAITING or engine.parked or not any(i.hit_end for i in prompt.items):
             return
         now = (self._scheduler.pool.num_forgotten, engine.num_preemptions)
         if prompt.looked_up == now:
             return
         prompt.looked_up = now
         num_cached = self._scheduler.num_hit_tokens(engine)
-        missing = [item for item in missing if item.end > num_cached]
+        missing = [item for item in prompt.items if item.hit_end > num_cached]
         if not missing:
             return
         name = f"{request_id}/{prompt.num_orders}"
-        self._line.submit(name, [self._encoder_item(item) for item in missing])
+        first_rows = [int(np.searchsorted(item.rows, num_cached)) for item in missing]
+        self._line.submit(name, [self._encoder_item(*pair) for pair in zip(missing, first_rows, strict=True)])
         prompt.num_orders += 1
         prompt.orders.append(name)
         self._clients[name] = request_id
-        for index, item in enumerate(missing):
-            item.order, item.index = name, index
+        for index, (item, first_row) in enumerate(zip(missing, first_rows, strict=True)):
+            item.order, item.index, item.first_row = name, index, first_row
         self._tell(prompt)
 
-    def _encoder_item(self, item: _Item) -> EncoderItem:
+    @staticmethod
+    def _encoder_item(item: _Item, first_row: int) -> EncoderItem:
         media = item.media
         if media.features is None:
             raise TriptychError(f"the {media.kind} at row {media.start} came without features")
@@ -174,14 +182,15 @@ class PromptMedia:
             num_rows=len(item.rows),
             features=map_features(media.features),
             grid=media.grid,
+            first_row=first_row,
         )
 
     def _tell(self, prompt: _Prompt) -> None:
         """Tell the scheduler how far inputs are missing."""
-        prompt.engine.absent_end = max((item.end for item in prompt.items if not self._is_ready(item)), default=0)
+        prompt.engine.absent_end = max(item.hit_end if self._is_ready(item) else item.end for item in prompt.items)
 
     def _is_ready(self, item: _Item) -> bool:
-        return item.order is not None and self._line.rows_ready(item.order, item.index) == len(item.rows)
+        return bool(item.order) and self._line.rows_ready(item.order, item.index) == len(item.rows)
 
     def _release(self, prompt: _Prompt) -> None:
         for name in prompt.orders:
@@ -189,7 +198,7 @@ class PromptMedia:
             del self._clients[name]
         prompt.orders.clear()
         for item in prompt.items:
-            item.order = None
+            item.order = ""
 
 
 @dataclass(frozen=True, slots=True)
