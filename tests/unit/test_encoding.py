@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import random
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +119,7 @@ def test_an_item_in_slices_is_the_whole_item(
     budget: int,
     batch_invariant: bool,
 ) -> None:
-    items = (video(), clip(), image(6, 10), clip(30, b"short"), clip(100, b"exact"))
+    items = (video(), clip(), image(6, 10), clip(30, b"short"), clip(100, b"exact"), clip(830, b"short end"))
     line = make_line(budget=budget, batch_invariant=batch_invariant)
     line.submit("one", items)
     assert not drain(line)
@@ -419,6 +421,17 @@ def test_an_encoder_that_the_checkpoint_lacks_is_not_built_and_its_media_refused
     blind = make_line(encoders=Encoders(raw, PREFIXES[:1]))
     with pytest.raises(TriptychError, match="no encoder for image"):
         blind.submit("one", [image()])
+
+
+def test_building_encoders_imports_neither_transformers_nor_a_compiler(tiny: Path) -> None:
+    """Each takes as long as all the rest of a stage's start."""
+    script = (
+        "import json, sys, torch\nfrom triptych.models.qwen3_omni.encoders import Encoders\n"
+        f"with torch.device('meta'): Encoders(json.load(open({str(tiny / 'config.json')!r})))\n"
+        "sys.exit(', '.join({'transformers', 'sympy', 'torch._dynamo'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

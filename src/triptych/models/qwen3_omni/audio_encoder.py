@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.segment_attention import segment_attention
+from triptych.layers.unfilled import Conv2d, Linear
 
 _MAX_TIMESCALE = 10_000
 _ROWS_A_CHUNK = 13  # what HF's count of rows assumes, whatever n_window is
@@ -61,14 +62,14 @@ class AudioEncoder(nn.Module):
             raise ValueError(f"n_window {config.n_window} is not supported: a chunk must give {_ROWS_A_CHUNK} rows")
         self.config = config
         narrow, wide = config.downsample_hidden_size, config.d_model
-        self.conv2d1 = nn.Conv2d(1, narrow, 3, 2, padding=1)
-        self.conv2d2 = nn.Conv2d(narrow, narrow, 3, 2, padding=1)
-        self.conv2d3 = nn.Conv2d(narrow, narrow, 3, 2, padding=1)
-        self.conv_out = nn.Linear(narrow * convolved(config.num_mel_bins), wide, bias=False)
+        self.conv2d1 = Conv2d(1, narrow, 3, 2, padding=1)
+        self.conv2d2 = Conv2d(narrow, narrow, 3, 2, padding=1)
+        self.conv2d3 = Conv2d(narrow, narrow, 3, 2, padding=1)
+        self.conv_out = Linear(narrow * convolved(config.num_mel_bins), wide, bias=False)
         self.layers = nn.ModuleList(AudioLayer(config) for _ in range(config.encoder_layers))
         self.ln_post = nn.LayerNorm(wide)
-        self.proj1 = nn.Linear(wide, wide)
-        self.proj2 = nn.Linear(wide, config.output_dim)
+        self.proj1 = Linear(wide, wide)
+        self.proj2 = Linear(wide, config.output_dim)
         self.register_buffer("positions", sinusoids(convolved(config.chunk), wide), persistent=False)
 
     def num_rows(self, frames: int) -> int:
@@ -108,8 +109,8 @@ class AudioLayer(nn.Module):
         super().__init__()
         self.self_attn = AudioAttention(config.d_model, config.encoder_attention_heads)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model)
-        self.fc1 = nn.Linear(config.d_model, config.encoder_ffn_dim)
-        self.fc2 = nn.Linear(config.encoder_ffn_dim, config.d_model)
+        self.fc1 = Linear(config.d_model, config.encoder_ffn_dim)
+        self.fc2 = Linear(config.encoder_ffn_dim, config.d_model)
         self.final_layer_norm = nn.LayerNorm(config.d_model)
 
     def forward(self, x: Tensor, windows: Sequence[int]) -> Tensor:
@@ -127,10 +128,10 @@ class AudioAttention(nn.Module):
         if width % heads:
             raise ValueError(f"d_model {width} is no multiple of encoder_attention_heads {heads}")
         self.heads = heads
-        self.q_proj = nn.Linear(width, width)
-        self.k_proj = nn.Linear(width, width)
-        self.v_proj = nn.Linear(width, width)
-        self.out_proj = nn.Linear(width, width)
+        self.q_proj = Linear(width, width)
+        self.k_proj = Linear(width, width)
+        self.v_proj = Linear(width, width)
+        self.out_proj = Linear(width, width)
 
     def forward(self, x: Tensor, windows: Sequence[int]) -> Tensor:
         q, k, v = (project(x).unflatten(1, (self.heads, -1)) for project in (self.q_proj, self.k_proj, self.v_proj))

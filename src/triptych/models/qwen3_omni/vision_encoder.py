@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.segment_attention import segment_attention
+from triptych.layers.unfilled import Conv3d, Embedding, Linear
 
 Grid = tuple[int, int, int]  # patches over time, height and width
 
@@ -53,7 +54,7 @@ class VisionEncoder(nn.Module):
             raise ValueError(f"deepstack_visual_indexes {config.deepstack_visual_indexes} exceed depth {config.depth}")
         self.config = config
         self.patch_embed = PatchEmbed(config)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.pos_embed = Embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
         self.merger = PatchMerger(config, merge_first=False)
         self.merger_list = nn.ModuleList(PatchMerger(config, merge_first=True) for _ in config.deepstack_visual_indexes)
@@ -98,7 +99,7 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: VisionEncoderConfig) -> None:
         super().__init__()
         kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = nn.Conv3d(config.in_channels, config.hidden_size, kernel, stride=kernel)
+        self.proj = Conv3d(config.in_channels, config.hidden_size, kernel, stride=kernel)
 
     def forward(self, patches: Tensor) -> Tensor:
         """A convolution over whole patches is one product."""
@@ -123,8 +124,8 @@ class VisionAttention(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
-        self.proj = nn.Linear(width, width)
+        self.qkv = Linear(width, 3 * width)
+        self.proj = Linear(width, width)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Sequence[int]) -> Tensor:
         q, k, v = self.qkv(x).unflatten(1, (3, self.heads, -1)).unbind(1)
@@ -136,8 +137,8 @@ class VisionAttention(nn.Module):
 class VisionMLP(nn.Module):
     def __init__(self, width: int, intermediate: int) -> None:
         super().__init__()
-        self.linear_fc1 = nn.Linear(width, intermediate)
-        self.linear_fc2 = nn.Linear(intermediate, width)
+        self.linear_fc1 = Linear(width, intermediate)
+        self.linear_fc2 = Linear(intermediate, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
@@ -153,7 +154,7 @@ class PatchMerger(nn.Module):
         self.merged = config.hidden_size * config.spatial_merge_size**2
         self.ln_q = nn.LayerNorm(self.merged if merge_first else config.hidden_size, eps=1e-6)
         self.mlp = nn.ModuleList(
-            (nn.Linear(self.merged, self.merged), nn.GELU(), nn.Linear(self.merged, config.out_hidden_size))
+            (Linear(self.merged, self.merged), nn.GELU(), Linear(self.merged, config.out_hidden_size))
         )
 
     def forward(self, x: Tensor) -> Tensor:
