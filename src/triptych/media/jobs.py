@@ -6,6 +6,8 @@ one `Job` after another, each followed by the `size` bytes of the file; the work
 
 from __future__ import annotations
 
+from io import BufferedIOBase
+
 import msgspec
 
 from triptych.config.schema import MediaConfig
@@ -97,3 +99,15 @@ def decode_to_worker(body: bytes) -> ToWorker:
 def decode_from_worker(body: bytes) -> FromWorker:
     """Raises msgspec.DecodeError on anything but a message of a worker."""
     return _from_worker.decode(body)
+
+
+def receive(stream: BufferedIOBase) -> ToWorker | None:
+    """A worker's next message, or None when the server has closed the socket. Raises ValueError for anything else."""
+    length = stream.read(LENGTH)
+    if len(length) < LENGTH:
+        return None
+    size = int.from_bytes(length, "little")
+    if size > MAX_MESSAGE:
+        raise ValueError(f"a message of {size} bytes")
+    body = stream.read(size)
+    return decode_to_worker(body) if len(body) == size else None

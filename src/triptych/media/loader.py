@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 import secrets
 import time
@@ -34,9 +33,6 @@ from triptych.models.qwen3_omni.media_layout import part_rows
 from triptych.models.qwen3_omni.media_options import check_options
 from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
 
-logger = logging.getLogger(__name__)
-
-PROCESS = "media"  # in the names of the segments
 FILES_HELD = 4  # times `max_bytes` of files that may wait to be decoded, all requests together
 AT_ONCE = 4  # parts of one request on their way
 _HASHED_AT_ONCE = 1 << 20
@@ -88,7 +84,7 @@ class Loader:
         self._fingerprint = msgspec.msgpack.encode(self._preprocessor)
         self._source = source if source is not None else MediaSource(config)
         self._token = f"{os.getpid()}x{secrets.token_hex(6)}"
-        self._names = SegmentWriter(self._token, PROCESS)
+        self._names = SegmentWriter(self._token, segments.MEDIA)
         self._pool = WorkerPool(Setup(model_dir=model_dir, config=config), command)
         self._cache = FeatureCache(config.cache_bytes)
         self._flights: dict[tuple[bytes, int | None], _Flight] = {}

@@ -24,7 +24,7 @@ from triptych.media.jobs import Answer, Job, Last, Ready, Setup
 logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "triptych.media.worker")
-START_S = 60.0  # for a worker to load its libraries
+START_S = 120.0  # for a worker to load its libraries
 LEAVE_S = 1.0  # for a job to end by itself after its caller has left
 REAP_S = 5.0  # for a killed process to be gone
 _PIECE = 1 << 20
@@ -43,11 +43,12 @@ class WorkerProcess:
         self._writer = writer
 
     @classmethod
-    async def start(cls, command: Sequence[str], setup: Setup) -> WorkerProcess:
-        """Raises WorkerDied when it does not come up."""
+    async def spawn(cls, command: Sequence[str]) -> WorkerProcess:
+        """Raises OSError when there is no such program, or no room for another process."""
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
                 process = await asyncio.create_subprocess_exec(
                     *command,
                     *("--fd", str(theirs.fileno())),
@@ -57,24 +58,21 @@ class WorkerProcess:
                     env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
                     start_new_session=True,  # Ctrl-C in a terminal is for the server
                 )
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        worker = cls(process, reader, writer)
+            except BaseException:
+                writer.transport.abort()
+                raise
+        return cls(process, reader, writer)
+
+    async def set_up(self, setup: Setup) -> None:
+        """Wait until it is ready for jobs. Raises WorkerDied when it does not get there."""
         try:
             async with asyncio.timeout(START_S):
-                writer.write(jobs.encode(setup))
-                answer = await worker._receive()
-            if not isinstance(answer, Ready):
-                raise WorkerDied(f"it began with {type(answer).__name__}")
+                self._writer.write(jobs.encode(setup))
+                answer = await self._receive()
         except TimeoutError:
-            await worker.kill()
             raise WorkerDied(f"it was not ready within {START_S:g} seconds") from None
-        except BaseException:
-            await worker.kill()
-            raise
-        return worker
+        if not isinstance(answer, Ready):
+            raise WorkerDied(f"it began with {type(answer).__name__}")
 
     @property
     def alive(self) -> bool:
@@ -230,11 +228,16 @@ class WorkerPool:
             logger.warning("a media worker died while it rested")
             await self._end(worker)
         try:
-            worker = await WorkerProcess.start(self._command, self._setup)
+            worker = await WorkerProcess.spawn(self._command)
+            self._workers.add(worker)
+            try:
+                await worker.set_up(self._setup)
+            except BaseException:
+                await self._end(worker)
+                raise
         except (OSError, WorkerDied) as error:
             logger.error("a media worker cannot be started: %s", error)
             raise CapacityError("media cannot be decoded now: no worker can be started", status=503) from error
-        self._workers.add(worker)
         return worker
 
     async def _end(self, worker: WorkerProcess) -> None:

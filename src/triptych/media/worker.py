@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from io import BufferedRWPair
 
 import numpy as np
+import torch
 
 from triptych import log
 from triptych.connectors import segments
@@ -41,14 +42,14 @@ class Worker:
         self._limits = setup.config
         encoders = load_config(setup.model_dir).media
         self._maker = FeatureMaker(load_preprocessor(setup.model_dir), encoders, setup.config)
-        self._has_torch = False
         resource.setrlimit(resource.RLIMIT_FSIZE, (setup.config.worker_memory_bytes,) * 2)
         limit_memory(setup.config.worker_memory_bytes)
+        self._resident = memory()[1]  # of a fresh worker
 
     def run(self) -> None:
         """Answer jobs until the server closes the socket, or this process has grown."""
         self._send(Ready())
-        while (message := receive(self._stream)) is not None:
+        while (message := jobs.receive(self._stream)) is not None:
             if not isinstance(message, Job):
                 raise ValueError(f"expected a Job, got {type(message).__name__}")
             # Nothing catches the alarm: it ends the process, whatever library it is in.
@@ -59,7 +60,7 @@ class Worker:
             answer = self._answer(message, data)
             del data
             signal.setitimer(signal.ITIMER_REAL, 0)
-            full = memory()[1] > self._limits.worker_memory_bytes // 2
+            full = memory()[1] - self._resident > self._limits.worker_memory_bytes // 2
             try:
                 self._send(Last(answer=answer) if full else answer)
             except BaseException:
@@ -70,8 +71,6 @@ class Worker:
 
     def _answer(self, job: Job, data: bytes) -> Answer:
         try:
-            if job.kind != "audio":
-                self._import_torch()
             features = self._maker.make(job, data)
             if features is None:
                 return Silent()
@@ -97,17 +96,6 @@ class Worker:
             "'media.worker_memory_bytes': send a smaller file"
         )
 
-    def _import_torch(self) -> None:
-        """Its libraries take address space that is not the file's doing."""
-        if self._has_torch:
-            return
-        limit_memory(None)
-        import torch
-
-        torch.set_num_threads(1)
-        self._has_torch = True
-        limit_memory(self._limits.worker_memory_bytes)
-
     def _send(self, message: jobs.FromWorker) -> None:
         self._stream.write(jobs.encode(message))
         self._stream.flush()
@@ -124,18 +112,6 @@ def write(segment: str, features: Features) -> None:
         raise NoRoomError(array.nbytes) from error
 
 
-def receive(stream: BufferedRWPair) -> jobs.ToWorker | None:
-    """The next message, or None when the server has closed the socket."""
-    length = stream.read(jobs.LENGTH)
-    if len(length) < jobs.LENGTH:
-        return None
-    size = int.from_bytes(length, "little")
-    if size > jobs.MAX_MESSAGE:
-        raise ValueError(f"a message of {size} bytes")
-    body = stream.read(size)
-    return jobs.decode_to_worker(body) if len(body) == size else None
-
-
 def memory() -> tuple[int, int]:
     """Address space and resident memory of this process, in bytes; 0 where the system does not tell."""
     try:
@@ -146,18 +122,17 @@ def memory() -> tuple[int, int]:
     return int(size) * _PAGE, int(resident) * _PAGE
 
 
-def limit_memory(num_bytes: int | None) -> None:
-    """Let this process ask for so many bytes more than it has; None: for as many as it likes."""
+def limit_memory(num_bytes: int) -> None:
+    """Let this process ask for so many bytes more than it has: its libraries are not a file's doing."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    soft = hard if num_bytes is None else memory()[0] + num_bytes
-    if hard != resource.RLIM_INFINITY:
-        soft = min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    soft = memory()[0] + num_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def main(arguments: Sequence[str] | None = None, make: Callable[[BufferedRWPair, Setup], Worker] = Worker) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, whose end is also ours
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
     log.configure(process="media worker")
     parser = argparse.ArgumentParser(
         prog="python -m triptych.media.worker", description="A media worker of `triptych serve`."
@@ -165,7 +140,7 @@ def main(arguments: Sequence[str] | None = None, make: Callable[[BufferedRWPair,
     parser.add_argument("--fd", type=int, required=True, help="the socket that the server has left open")
     options = parser.parse_args(arguments)
     with socket.socket(fileno=options.fd) as connection, connection.makefile("rwb") as stream:
-        setup = receive(stream)
+        setup = jobs.receive(stream)
         if not isinstance(setup, Setup):
             return 0 if setup is None else 2
         try:
