@@ -153,8 +153,8 @@ def test_a_prompt_far_too_long_is_refused_at_once_with_numbers(client: httpx.Cli
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
     assert "context of 4096 tokens" in error["message"]
     assert answer.elapsed.total_seconds() < 3
-    answer = post(client, body(content=json.dumps("hello " * 10**6)))
-    assert answer.status_code == 413 and "4194304 bytes" in answer.json()["error"]["message"]
+    answer = post(client, body(content=json.dumps("hello " * 12 * 10**6)))
+    assert answer.status_code == 413 and "67108864 bytes" in answer.json()["error"]["message"]
 
 
 # --- how it is sent ---

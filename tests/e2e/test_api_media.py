@@ -227,6 +227,25 @@ async def test_the_limit_of_a_body_is_that_of_the_deploy_config(make_app: Callab
             assert (await post(client, asking(file))).status_code == status
 
 
+async def test_large_bodies_share_a_bound_and_small_ones_are_let_in(
+    make_app: Callable[..., FastAPI], loader: FakeLoader
+) -> None:
+    def large(size: int) -> dict[str, Any]:
+        return asking({"type": "input_audio", "input_audio": {"data": "A" * size, "format": "wav"}})
+
+    loader.gate = asyncio.Event()
+    async with client_of(make_app(deploy=limited(max_body_bytes=3_000_000))) as client:
+        held = [asyncio.create_task(post(client, large(2_900_000))) for _ in range(4)]
+        while len(loader.asked) < 4:
+            await asyncio.sleep(0.005)
+        refused = await post(client, large(2_900_000))
+        assert error_of(refused, 503)["code"] == "no_capacity" and refused.headers["retry-after"]
+        assert (await post(client, BASE)).status_code == 200
+        loader.gate.set()
+        assert [(await answer).status_code for answer in held] == [200] * 4
+        assert (await post(client, large(2_900_000))).status_code == 200
+
+
 # --- what was said before ---
 
 

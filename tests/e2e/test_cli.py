@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from PIL import Image
 
 from triptych import __version__
 from triptych.config.load import load_deploy
@@ -109,6 +110,15 @@ def test_dry_run_prints_a_deploy_file_with_every_flag_in_it(environment: dict[st
     assert [stage["stage"] for stage in alone["stages"]] == ["thinker"]
 
 
+def test_what_requests_may_name_is_in_the_dry_run(environment: dict[str, str], tmp_path: Path) -> None:
+    domains = ["--allowed-media-domains", "a.com, b.org", "--allowed-media-domains", "c.net"]
+    done = run(environment, "serve", "tiny", "--allowed-local-media-path", "clips", *domains, "--dry-run", cwd=tmp_path)
+    media = yaml.safe_load(done.stdout)["media"]
+    assert media["local_path"] == str(tmp_path / "clips") and media["allowed_domains"] == ["a.com", "b.org", "c.net"]
+    none = run(environment, "serve", "tiny", "--allowed-local-media-path", "", "--dry-run")
+    assert yaml.safe_load(none.stdout)["media"]["local_path"] == ""
+
+
 def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("base_config: tiny_cpu\nmax_queued_requests: 7\n", encoding="utf-8")
@@ -134,7 +144,13 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
         (["generate", "tiny", "--prompt", "x", "--out", "no/such/a.wav"], "is not a folder"),
         (["generate", "tiny", "--prompt", "x", "--modalities", "video"], "must be text, or text,audio"),
         (["generate", "tiny", "--prompt", "x", "--voice", "chelsie"], "--voice is for speech"),
-        (["generate", "tiny"], "--prompt"),
+        (["generate", "tiny"], "give --prompt, --image, --audio or --video"),
+        (["generate", "tiny", "--image", "no/such.png"], "--image 'no/such.png' is not a file"),
+        (["generate", "tiny", "--prompt", "x", "--use-audio-in-video"], "give --video as well"),
+        (["generate", "tiny", "--video", "https://x/a.mp4", "--fps", "0"], "'mm_processor_kwargs.fps'"),
+        (["serve", "tiny", "--allowed-media-domains", ","], "names no host"),
+        (["serve", "tiny", "--allowed-local-media-path", "no/where"], "media.local_path"),
+        (["serve", "tiny", "--limit-mm-per-prompt", "{}"], "media.max_parts"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_with_status_2(
@@ -222,6 +238,20 @@ def test_generate_writes_text_alone_without_speech_stages(environment: dict[str,
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "5 tokens, finish_reason length" in done.stderr
+
+
+def test_generate_looks_listens_and_needs_no_prompt(environment: dict[str, str], tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "red.png")
+    with wave.open(str(tmp_path / "clip.wav"), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(bytes(32_000))
+    media = ["--image", "red.png", "--audio", "clip.wav", "--image", str(tmp_path / "red.png")]
+    done = run(environment, "generate", "tiny", *media, "--max-tokens", "5", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "5 tokens, finish_reason length" in done.stderr
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    done = run(environment, "generate", "tiny", "--image", "broken.png", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("triptych: ") and "image" in done.stderr
 
 
 def test_a_voice_that_is_not_there_is_refused_with_those_that_are(environment: dict[str, str], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from triptych.errors import ConfigError
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 1024
 OF_TEXT_ALONE = ("stop", "stop_token_ids", "logprobs")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(\w*).*`")  # how msgspec ends the message of a ValidationError
 
 
@@ -86,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def is_text(text: str) -> bool:
     """Whether UTF-8 can write a string. One that comes from JSON or a command line may hold half a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    return text.isascii() or _SURROGATE.search(text) is None
 
 
 def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = False) -> SamplingParams:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 from triptych.server.transcripts import Transcripts
 
 logger = logging.getLogger(__name__)
+
+BODIES_HELD = 4  # bodies of the largest size that may be in memory at once
 
 
 class EventStream(Protocol):
@@ -130,13 +132,15 @@ class Chat:
         self._deploy = deploy
         self._metrics = metrics
         self._model_names = model_names
+        self._bodies = sse.BodyRoom(BODIES_HELD * deploy.media.max_body_bytes)
         self._transcripts = Transcripts()
 
     async def complete(self, http: Request) -> Response:
         """Answer one HTTP request. Raises TriptychError, or ClientGone when the client has left."""
         clock = RequestClock(self._metrics)
         try:
-            call = await self._submit(http, clock)
+            with self._bodies.enter() as grow:
+                call = await self._submit(http, clock, grow)
         except BaseException as error:
             clock.end(error)
             raise
@@ -152,8 +156,8 @@ class Chat:
             raise
         return sse.EventResponse(self._stream(call, first), call.events.aclose, headers)
 
-    async def _submit(self, http: Request, clock: RequestClock) -> Call:
-        body = await sse.read_json_body(http, self._deploy.media.max_body_bytes, self._deploy.request_timeout_s)
+    async def _submit(self, http: Request, clock: RequestClock, grow: Callable[[int], None]) -> Call:
+        body = await sse.read_json_body(http, self._deploy.media.max_body_bytes, self._deploy.request_timeout_s, grow)
         arrival = asyncio.get_running_loop().time()
         request, parts = await asyncio.to_thread(self._read, body)
         del body  # what it holds may be large, and loading what it names take long

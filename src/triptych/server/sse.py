@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,9 +13,11 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from triptych.errors import CapacityError
 from triptych.server.errors import BodyTimeoutError, PayloadTooLargeError, UnsupportedMediaTypeError
 
 DONE = b"data: [DONE]\n\n"
+SMALL_BODY = 2**20
 
 _Result = TypeVar("_Result")
 
@@ -80,10 +83,38 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def read_json_body(request: Request, limit: int, timeout_s: float) -> bytes:
+class BodyRoom:
+    """Bounds the memory that large bodies take together, from when they are read until their media is loaded. Small
+    ones do not count, so text is let in however many clips are under way."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = most_bytes
+        self._held = 0
+
+    @contextmanager
+    def enter(self) -> Iterator[Callable[[int], None]]:
+        """For one request. Yields what to call with the size of its body so far; that raises CapacityError."""
+        held = 0
+
+        def grow(size: int) -> None:
+            nonlocal held
+            more = size - held if size > SMALL_BODY else 0
+            if self._held + more > self._most:
+                raise CapacityError("too many large requests are being read; try again", status=503)
+            self._held += more
+            held += more
+
+        try:
+            yield grow
+        finally:
+            self._held -= held
+
+
+async def read_json_body(request: Request, limit: int, timeout_s: float, grow: Callable[[int], None]) -> bytes:
     """The raw body, refused while it is read once it is longer than `limit` bytes or takes longer than `timeout_s`.
 
-    Raises UnsupportedMediaTypeError, PayloadTooLargeError, BodyTimeoutError or ClientGone.
+    `grow` is told its size so far. Raises UnsupportedMediaTypeError, PayloadTooLargeError, BodyTimeoutError, ClientGone
+    or what `grow` raises.
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
@@ -103,6 +134,7 @@ async def read_json_body(request: Request, limit: int, timeout_s: float) -> byte
                 size += len(part)
                 if size > limit:
                     raise too_large
+                grow(size)
                 parts.append(part)
     except TimeoutError:
         raise BodyTimeoutError(f"the body did not arrive within {timeout_s:g} s; {size} bytes of it did") from None
