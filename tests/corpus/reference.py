@@ -87,7 +87,7 @@ def spectrogram(samples: Samples, rate: int, config: PreprocessorConfig) -> NDAr
 def seen(frames: Pixels, file: CorpusFile, config: PreprocessorConfig, options: MediaOptions) -> Pixels:
     """The frames that the encoder sees, as it wants them."""
     if file.kind == "image":
-        return resize_image(frames[0], config, options)[0]
+        return resize_image(np.ascontiguousarray(frames[0]), config, options)[0]
     _, rate = plain_film(file)
     wanted = sample_frames(len(frames), rate, config, options)
     return resize_frames(frames[wanted], config, options)[0]

@@ -169,6 +169,14 @@ def odd_films(folder: Path) -> Iterator[CorpusFile]:
     yield made("mp4-wide", film("wide", 640, 32, 8))
     yield made("mp4-small", film("small", 16, 16, 8))
     yield made("mp4-3-min", film("long", 64, 48, 360), codec="libx264", options=QUICK, rate=2)
+    groups = {"preset": "fast", "g": "24", "bf": "3"}  # keyframes between the frames that are sampled
+    yield made("mp4-groups", film("groups", 64, 48, 480), codec="libx264", options=groups, rate=24)
+    open_groups = groups | {"x264-params": "open-gop=1"}
+    yield made("mp4-open-groups", film("open", 64, 48, 480), codec="libx264", options=open_groups, rate=24)
+    yield made("mkv-groups", film("mkv groups", 64, 48, 300), "mkv", codec="libx264", options=groups, rate=30)
+    hidden = {"deadline": "good", "cpu-used": "5", "auto-alt-ref": "1", "lag-in-frames": "12", "g": "20", "b": "300k"}
+    yield made("webm-hidden-frames", film("hidden", 64, 48, 240), "webm", codec="libvpx", options=hidden, rate=24)
+    yield made("webm-vp9-groups", film("vp9 groups", 64, 48, 240), "webm", codec="libvpx-vp9", options=hidden, rate=24)
     yield made("mkv-1080", film("large", 1920, 1080, 6), "mkv", codec="libx264", options=QUICK, rate=4)
 
     path = folder / "gif-film.gif"

@@ -45,8 +45,12 @@ class OpenImage:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                Image.MAX_IMAGE_PIXELS = None  # checked below
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                # Sizes are checked below; but an ICO file is decoded as it is opened, whatever is inside.
+                Image.MAX_IMAGE_PIXELS = max_pixels if file.name == "ICO" else None
                 self._image = Image.open(io.BytesIO(data), formats=[file.name])
+        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+            raise self._too_large("the picture inside has more pixels than the header says") from error
         except MemoryError:
             raise
         except Exception as error:  # a decoder may raise anything on a file made to break it
@@ -63,13 +67,8 @@ class OpenImage:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
-                Image.MAX_IMAGE_PIXELS = self._max_pixels  # for the picture inside an ICO file
                 self._image.load()
-                self._check_size(self._image.size)  # the header of an ICO file may say less than its picture
                 return np.array(to_rgb(upright(self._image)))
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise self._too_large("the picture inside has more pixels than the header says") from error
         except (MemoryError, RequestError):
             raise
         except Exception as error:
