@@ -138,7 +138,7 @@ def plain_waves(folder: Path) -> Iterator[CorpusFile]:
     whole = chunk(b"data", data)
     yield file("wav-list-before-data", riff(junk, header, chunk(b"junk", b"odd"), whole), samples, 16000)
     yield file("wav-list-after-data", riff(header, whole, junk), samples, 16000)
-    for size in (0, UNKNOWN):
+    for size in (0, UNKNOWN, 0x7FFFF024):
         streamed = riff(header, chunk(b"data", data, size), size=size)
         yield file(f"wav-streamed-size-{size}", streamed, samples, 16000)
     yield file("wav-riff-size-unknown", riff(header, whole, size=UNKNOWN), samples, 16000)

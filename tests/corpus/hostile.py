@@ -176,6 +176,8 @@ def sounds(folder: Path, good: Mapping[str, bytes]) -> Iterator[Made]:
     yield "wav-of-no-samples", "audio", riff(header(), chunk(b"data", b"")), DAMAGED
     yield "wav-header-cut", "audio", riff(header(), body)[:24], DAMAGED
     yield "wav-rate-4294967295", "audio", riff(header(rate=2**32 - 1), body), DAMAGED
+    for name in ("wav-16-bit", "wav-adpcm-ms", "aiff-16", "au", "flac-16", "aac-faststart"):  # lengths are told ahead
+        yield f"{name}-cut", "audio", good[name][: len(good[name]) * 6 // 10], "cut off|damaged"
     yield "wav-10-ms", "audio", riff(header(), chunk(b"data", data[:320])), "min_audio_s"
     yield "wav-49-ms", "audio", riff(header(), chunk(b"data", data[:1568])), "min_audio_s"
     for name, value in (("nan", np.nan), ("infinite", np.inf)):
