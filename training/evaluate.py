@@ -147,21 +147,25 @@ def digits(count: int) -> list[Asked]:
 
 @asynccontextmanager
 async def served(checkpoint: Path, log: Path) -> AsyncIterator[str]:
-    """A server of the checkpoint on a free port; its URL. Raises RuntimeError with its log when it does not start."""
+    """A server of the checkpoint on a free port; its URL. Raises RuntimeError when it does not start."""
     command = [sys.executable, "-m", "triptych", "serve", str(checkpoint), "--deploy-config", "tiny_cpu"]
     command += ["--served-model-name", "tiny", "--port", "0"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=log.open("wb"))
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(_LOAD_S):
-            while line := (await process.stdout.readline()).decode():
-                if line.startswith("ready in"):
-                    yield line.split(" at ")[1].strip()
-                    return
-        raise RuntimeError(f"the server did not start: {log.read_text(encoding='utf-8')}")
-    finally:
-        process.terminate()
-        await process.wait()
+    with log.open("wb") as file:
+        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=subprocess.PIPE)
+        said = process.stderr
+        assert said is not None
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                while not (line := (await said.readline()).decode()).startswith("ready in"):
+                    file.write(line.encode())
+                    if not line:
+                        raise RuntimeError(f"the server did not start; see {log}")
+            reading = asyncio.create_task(said.read())  # or a full pipe would stop it
+            yield line.split(" at ")[1].strip()
+        finally:
+            process.terminate()
+            await process.wait()
+        file.write(await reading)
 
 
 async def ask(client: openai.AsyncOpenAI, asked: Asked, seed: int) -> Reply:
