@@ -120,6 +120,16 @@ def test_preemption_at_any_moment_changes_nothing(
     assert_nothing_is_held(bench)
 
 
+def test_bfloat16_states_arrive_as_they_are(tiny: Path) -> None:
+    alone, together = Bench(tiny, dtype="bfloat16"), Bench(tiny, dtype="bfloat16", async_chunk=False)
+    chats = prompts(alone)
+    for index in (0, 3, 6):
+        submit(together, f"r-{index}", chats[index], index)
+    together.run()
+    for index in (0, 3, 6):
+        assert_same(together.replies[f"r-{index}"], answer(alone, f"r-{index}", chats[index], index))
+
+
 def test_requests_that_come_while_others_are_encoded_change_nothing(tiny: Path, reference: list[Reply]) -> None:
     bench = Bench(tiny, encoder_budget=4096, max_num_batched_tokens=192)
     rng = random.Random(1)

@@ -51,6 +51,8 @@ def _talker(config: Config, **values: Any) -> None:
         (lambda c: _text(c, num_key_value_heads=3), "no multiple of num_key_value_heads 3"),
         (lambda c: _text(c, num_experts_per_tok=1000), "num_experts_per_tok 1000 is not between 1 and num_experts"),
         (lambda c: _text(c, rope_parameters=[1]), "rope_parameters is not a JSON object"),
+        (lambda c: _talker(c, accept_hidden_layer=3), r"accept_hidden_layer: 3 is not between 1 and 2"),
+        (lambda c: _talker(c, accept_hidden_layer=0), r"accept_hidden_layer: 0 is not between 1 and 2"),
         (lambda c: _talker(c, speaker_id={"a": 10**6}), r"talker_config\.speaker_id\.a: 1000000 is not in"),
         (lambda c: _talker(c, speaker_id={"a": "x"}), "Expected `int`, got `str`"),
         (lambda c: _talker(c, speaker_id=["a"]), "speaker_id is not a JSON object"),

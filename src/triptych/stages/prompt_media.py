@@ -81,6 +81,10 @@ class PromptMedia:
         self._prompts: dict[str, _Prompt] = {}
         self._clients: dict[str, str] = {}  # order -> request
 
+    def __len__(self) -> int:
+        """Requests with media."""
+        return len(self._prompts)
+
     def open(self, engine: EngineRequest, media: Sequence[MediaItem]) -> None:
         """Give a request that is not yet in line its positions and keys.
 

@@ -196,7 +196,7 @@ class ThinkerStage:
         if self.media is not None:
             self._fail_all(self.media.step())
         batch = self.engine.step(self._sample)
-        if batch is None or self.media is None:
+        if batch is None or not self.media:
             return
         self.media.computed(batch.rows)
         for row in batch.rows:
@@ -216,14 +216,14 @@ class ThinkerStage:
         # Padding repeats a real row: it then chooses the same experts and costs no others.
         ids += ids[:1] * (num_rows - len(ids))
         x = self.model.embed(torch.tensor(ids, dtype=torch.long, device=self.device))
-        if self.media is not None:
+        if self.media:
             for placed in self.media.placed(rows, self.device):
                 x.index_copy_(0, placed.places, placed.encoded.embeds)
         return x
 
     def _between(self, inputs: StepInputs) -> BetweenLayers | None:
         """What a step with rows of prompts that have media does between its layers."""
-        if self.media is None or not any(
+        if not self.media or not any(
             row.request.content_keys and row.start < row.request.num_prompt_tokens for row in inputs.rows
         ):
             return None

@@ -33,6 +33,12 @@ def check_config(config: OmniConfig) -> None:
     _check_media(config)
     if config.talker is not None:
         _check_talker(config.talker)
+        layers = config.thinker.num_hidden_layers
+        if not 1 <= config.talker.accept_hidden_layer < layers:
+            raise ValueError(
+                f"talker_config.accept_hidden_layer: {config.talker.accept_hidden_layer} is not between 1 and "
+                f"{layers - 1}: it names a state between two of the Thinker's {layers} layers"
+            )
     if config.code2wav is not None:
         _check_sizes(config.code2wav, "code2wav_config")
 
