@@ -2,8 +2,7 @@
 
 1. A long video asked about twice: the time to the first text of the second time over that of the first.
 2. Streams that speak while a long video that was never seen is decoded, encoded and read: how long each listener would
-   have waited, against the same streams without the video. Playback is simulated from the arrival of the audio, beginning
-   with the first of it.
+   have waited, against the same streams without the video. Playback is simulated from the arrival of the audio on.
 
     python benchmarks/media_load.py --model tiny --seconds 60 --streams 4
 """
