@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench_media import Medium, clip, media_prompt, picture, video
+from tests.bench_media import Medium, clip, picture, video
 from tests.engine.test_engine_exactness import assert_same
 from tests.stage_bench import Bench, MediaPrompt, Reply
 from triptych.config.sampling import SamplingParams
@@ -332,8 +332,13 @@ def test_hidden_states_beyond_those_of_the_prompt_fail_the_request(tiny: Path) -
     assert "the text came after 0 hidden states" in (bench.replies["early"].failure or "")
 
 
-def test_media_that_was_prompted_before_is_laid_out_by_the_same_function(tiny: Path) -> None:
-    """The bench builds prompts as the server does: one placeholder a row."""
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(tiny: Path, reference: list[Reply]) -> None:
     bench = Bench(tiny)
-    prompt = media_prompt(bench.config, [10], (bench.config.user_token_id, [picture(1)]))
-    assert prompt.token_ids.count(bench.config.image_token_id) == 6
+    chats = prompts(bench)
+    submit(bench, "r", chats[0], 0)
+    bench.submit("r", chats[1].token_ids, media=chats[1].items, speak=False)
+    assert "is in use" in (bench.replies["r"].failure or "")
+    bench.replies["r"].failure = None
+    bench.run()
+    assert_same(bench.replies["r"], reference[0])
+    assert_nothing_is_held(bench)

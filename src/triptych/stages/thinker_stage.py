@@ -146,14 +146,13 @@ class ThinkerStage:
                 raise TriptychError(f"token id {outside[0]} is not in the Thinker's vocabulary, 0 to {vocab - 1}")
             if message.speak and self.handoffs is None:
                 raise TriptychError("speech was asked for, but this deployment has no Talker")
+            self.scheduler.add(request)
             if message.media:
                 if self.media is None:
                     raise TriptychError("this checkpoint has no encoders for media")
                 self.media.open(request, message.media)
-            self.scheduler.add(request)
         except TriptychError as error:
-            if self.media is not None and message.request_id not in self.requests:
-                self.media.close(message.request_id)
+            self.scheduler.finish(request, FinishReason.ABORT)
             self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
             return
         ignored: frozenset[int] = frozenset() if not message.params.ignore_eos else self.eos_token_ids
