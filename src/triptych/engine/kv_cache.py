@@ -13,16 +13,17 @@ from triptych.config.schema import StageConfig
 from triptych.engine.kv_budget import granted_blocks
 
 
-def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, weight_bytes: int) -> int:
+def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, taken_bytes: int) -> int:
     """How many blocks the deploy config pays for, see `granted_blocks`.
 
     The cache has `kv_cache_bytes` on a CPU. On a GPU `gpu_memory_utilization` is this stage's share of the card, and
-    its cache gets what its own weights leave of that. Raises ConfigError when a single context does not fit.
+    its cache gets what `taken_bytes` (weights, encoded media) leave of that. Raises ConfigError when a single context
+    does not fit.
     """
     cache_bytes = config.kv_cache_bytes
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        cache_bytes = int(total * config.gpu_memory_utilization) - weight_bytes
+        cache_bytes = int(total * config.gpu_memory_utilization) - taken_bytes
     return granted_blocks(config, bytes_per_block, cache_bytes, f"stages[{config.stage_id}]")
 
 

@@ -104,13 +104,13 @@ def row_tile(config: StageConfig) -> int:
 def set_up_decoder(
     config: StageConfig,
     decoder: DecoderConfig,
-    weight_bytes: int,
+    taken_bytes: int,
     device: torch.device,
     dtype: torch.dtype,
     *,
     keep_hidden: bool = False,
 ) -> DecoderSetup:
-    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `weight_bytes` go from its share.
+    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `taken_bytes` go from its share.
 
     `keep_hidden`: the cache has room for one hidden state a row.
     """
@@ -123,7 +123,7 @@ def set_up_decoder(
         itemsize=dtype.itemsize,
         hidden_size=hidden_size,
     )
-    blocks = num_blocks(config, per_block, device, weight_bytes)
+    blocks = num_blocks(config, per_block, device, taken_bytes)
     cache = KVCache(
         layers=decoder.num_hidden_layers,
         num_blocks=blocks,

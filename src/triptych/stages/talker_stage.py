@@ -89,11 +89,11 @@ class TalkerStage:
         before = allocated_bytes(device)
         model = load_model(context, lambda: Talker(checkpoint), device, dtype)
         model.prepare(row_tile=row_tile(context.config))
-        weight_bytes = allocated_bytes(device) - before
+        taken_bytes = allocated_bytes(device) - before
         return cls(
             model=model,
             config=checkpoint,
-            setup=set_up_decoder(context.config, model.config, weight_bytes, device, dtype),
+            setup=set_up_decoder(context.config, model.config, taken_bytes, device, dtype),
             outbox=context.outbox,
             receiver=context.receivers["thinker"],
             handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),

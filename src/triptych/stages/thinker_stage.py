@@ -110,13 +110,14 @@ class ThinkerStage:
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
         model.prepare(row_tile=row_tile(context.config))
         line = EncoderLine.load(context, device, dtype)
-        weight_bytes = allocated_bytes(device) - before
+        # What encoded media may hold is not the cache's either.
+        taken_bytes = allocated_bytes(device) - before + (line.ahead_bytes if line is not None else 0)
         sender = context.senders.get("talker")
         return cls(
             model=model,
             config=checkpoint,
             setup=set_up_decoder(
-                context.config, checkpoint.thinker, weight_bytes, device, dtype, keep_hidden=sender is not None
+                context.config, checkpoint.thinker, taken_bytes, device, dtype, keep_hidden=sender is not None
             ),
             line=line,
             tokenizer=Processor(context.model).tokenizer,
