@@ -153,12 +153,13 @@ def test_cached_prefix_equals_cold_and_is_not_encoded_again(tiny: Path, referenc
     chats = prompts(bench)
     for index, prompt in enumerate(chats):
         assert_same(answer(bench, f"cold-{index}", prompt, index), reference[index])
-    tail = {index: [*range(40, 140)] for index in range(COUNT)}
-    for index, prompt in enumerate(chats):
-        # A tail of text, so that the hit, which ends with a whole cell, covers all media.
-        longer = MediaPrompt([*prompt.token_ids[:-3], *tail[index], *prompt.token_ids[-3:]], prompt.items, prompt.media)
-        chats[index] = longer
-    cold = [answer(Bench(tiny), f"long-{index}", prompt, index) for index, prompt in enumerate(chats)]
+    # A tail of text, so that the hit, which ends with a whole cell, covers all media.
+    chats = [
+        MediaPrompt([*prompt.token_ids[:-3], *range(40, 140), *prompt.token_ids[-3:]], prompt.items, prompt.media)
+        for prompt in chats
+    ]
+    other = Bench(tiny)
+    cold = [answer(other, f"long-{index}", prompt, index) for index, prompt in enumerate(chats)]
     for index, prompt in enumerate(chats):
         assert_same(answer(bench, f"first-{index}", prompt, index), cold[index])
     assert bench.thinker.media is not None
