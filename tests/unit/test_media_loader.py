@@ -283,9 +283,10 @@ async def test_full_shared_memory_first_costs_the_cache_and_then_the_request(
         assert refused.value.status == 503
 
 
-async def test_files_that_wait_are_bounded_all_together(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", ["abcde", "aaaaa"], ids=["different", "the same, each read anew"])
+async def test_files_that_wait_are_bounded_all_together(tiny: Path, tmp_path: Path, names: str) -> None:
     async with made(tiny, max_bytes=1000) as loader:
-        waits = [f"wait {tmp_path}/{n}".ljust(900) for n in range(5)]
+        waits = [f"wait {tmp_path}/{name}".ljust(900) for name in names]
         tasks = [asyncio.create_task(loader.load([part(text)], OPTIONS)) for text in waits]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         [refused] = done

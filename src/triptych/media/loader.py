@@ -11,8 +11,9 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -139,10 +140,22 @@ class Loader:
                 start = time.monotonic()
                 data = await self._source.read(part)
                 self.stats.fetch_seconds += time.monotonic() - start
-                return await self._decode_part(part, data, _of_kind(part, options), max_rows, lease)
+                with self._holding(len(data)):
+                    return await self._decode_part(part, data, _of_kind(part, options), max_rows, lease)
             except RequestError as error:
                 self.stats.refused += 1
                 _raise_for(part, error)
+
+    @contextmanager
+    def _holding(self, num_bytes: int) -> Iterator[None]:
+        """While a part has its file in memory: also one whose decoding another part's is, for it has read its own."""
+        if self._bytes_held + num_bytes > FILES_HELD * self._config.max_bytes:
+            raise CapacityError("too many files wait to be decoded; try again", retry_after=5, status=503)
+        self._bytes_held += num_bytes
+        try:
+            yield
+        finally:
+            self._bytes_held -= num_bytes
 
     async def _decode_part(
         self, part: MediaPart, data: bytes, options: MediaOptions, max_rows: int | None, lease: Lease
@@ -212,9 +225,6 @@ class Loader:
 
     async def _decode(self, job: Job, digest: bytes, data: bytes) -> CachedFeatures | None:
         """One user of the entry is the flight's own."""
-        if self._bytes_held + len(data) > max(FILES_HELD * self._config.max_bytes, len(data)):
-            raise CapacityError("too many files wait to be decoded; try again", retry_after=5, status=503)
-        self._bytes_held += len(data)
         start = time.monotonic()
         try:
             room = self._room()
@@ -225,7 +235,6 @@ class Loader:
                 if answer.num_bytes <= room:
                     answer = await self._pool.run(msgspec.structs.replace(job, max_bytes=room), data)
         finally:
-            self._bytes_held -= len(data)
             self.stats.decode_seconds += time.monotonic() - start
         match answer:
             case Decoded():
