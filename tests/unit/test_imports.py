@@ -29,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "stages": BELOW_STAGES,
     "pipeline": {"stages", "media", *BELOW_STAGES},
     "server": {"pipeline", "stages", "media", *BELOW_STAGES},
-    "cli": {"server", "pipeline", "stages", "media", *BELOW_STAGES},
+    "bench": FOUNDATION,
+    "cli": {"bench", "server", "pipeline", "stages", "media", *BELOW_STAGES},
 }
 POLICY = ["engine/request.py", "engine/block_pool.py", "engine/scheduler.py"]
-SERVER_SIDE = ["server", "pipeline", "cli", "connectors", "config"]
+SERVER_SIDE = ["server", "pipeline", "cli", "bench", "connectors", "config"]
 
 
 def name_of(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The command line: `triptych serve | generate | demo | checkpoint`.
+"""The command line: `triptych serve | generate | demo | bench | checkpoint`.
 
 Commands import what they need when they run, so that help and usage errors come at once.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from triptych import __version__
-from triptych.cli import checkpoint, demo, generate, serve
+from triptych.cli import bench, checkpoint, demo, generate, serve
 from triptych.errors import CheckpointError, ConfigError, RequestError, TriptychError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("serve")(serve.command)
 app.command("generate")(generate.command)
 app.command("demo")(demo.command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

@@ -1,0 +1,67 @@
+"""Where a benchmark ran: the hardware and versions of the client's side, which go into every record."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import triptych
+
+PACKAGES = ("triptych", "torch", "transformers", "httpx", "numpy", "av")
+COMMAND_S = 10
+
+
+def hardware() -> dict[str, Any]:
+    """This machine. The server's is the same one only if it runs here."""
+    return {
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpus": _lines(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that are installed here; torch is not loaded for it."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of Triptych's own checkout, with `-dirty` if it was changed; None if it is installed otherwise."""
+    root = Path(triptych.__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    found = _lines(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"])
+    return found[0] if found else None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _lines(command: list[str]) -> list[str]:
+    """What a program prints; nothing if it is not there, fails or hangs: a record is still worth having."""
+    if shutil.which(command[0]) is None:
+        return []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
