@@ -1,0 +1,113 @@
+"""`triptych bench serve` against a live server: its numbers and the server's own are about the same replies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.live_server import LiveServer
+from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS
+
+BENCH_S = 120
+REQUESTS = 6
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(tiny, log=tmp_path_factory.mktemp("server") / "log") as server:
+        yield server
+
+
+def bench(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "triptych", "bench", "serve", "--base-url", url, *arguments]
+    environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BENCH_S)
+
+
+def since(before: dict[str, dict[str, float]], after: dict[str, dict[str, float]], name: str, label: str = "") -> float:
+    return after[name].get(label, 0.0) - before.get(name, {}).get(label, 0.0)
+
+
+def test_the_client_and_the_server_count_the_same(server: LiveServer, tmp_path: Path) -> None:
+    before = server.metrics()
+    result = tmp_path / "result.json"
+    done = bench(
+        server.url,
+        *("--model", "tiny", "--modalities", "text,audio", "--voice", "chelsie", "--num-prompts", str(REQUESTS)),
+        *("--num-warmups", "0", "--max-concurrency", "3", "--random-input-len", "12", "--random-output-len", "16"),
+        *("--ignore-eos", "--extra-body", '{"seed": 7}', "--goodput", "ttft:60000", "--goodput", "rtf:1000"),
+        *("--result-json", str(result), "--save-detailed", "--fail-on-error"),
+    )
+    assert done.returncode == 0, done.stderr
+    after = server.metrics()
+    found: dict[str, Any] = json.loads(result.read_text())
+
+    assert found["completed"] == REQUESTS and found["failed"] == 0 and found["failures"] == {}
+    assert found["output_tokens_counted_by"] == "usage"
+    assert found["total_output_tokens"] == since(before, after, "generation_tokens_total") == REQUESTS * 16
+    assert found["total_input_tokens"] == since(before, after, "prompt_tokens_total") > 0
+    spoken = since(before, after, "audio_duration_s_count")
+    assert found["completed_with_audio"] == spoken > 0
+    assert found["total_audio_duration_s"] == pytest.approx(since(before, after, "audio_duration_s_sum"), abs=1e-6)
+
+    # The client's clock starts before the server's and stops after it; text passes through here in between.
+    for mine, theirs, count in (
+        ("mean_ttft_ms", "time_to_first_token_s", REQUESTS),
+        ("mean_audio_ttfp_ms", "audio_ttfp_s", spoken),
+        ("mean_e2el_ms", "e2e_request_latency_s", REQUESTS),
+    ):
+        served = 1000 * since(before, after, f"{theirs}_sum") / count
+        assert served * 0.99 <= found[mine] <= served + 1000, mine
+    rtf = since(before, after, "audio_rtf_sum") / spoken
+    assert rtf * 0.99 <= found["mean_audio_rtf"]
+
+    assert {f"{statistic}_{name}" for statistic in STATISTICS for name in DISTRIBUTIONS} <= set(found)
+    assert found["request_throughput"] == pytest.approx(REQUESTS / found["duration"])
+    assert found["output_throughput"] == pytest.approx(REQUESTS * 16 / found["duration"])
+    assert found["audio_throughput"] == pytest.approx(found["total_audio_duration_s"] / found["duration"])
+    assert found["goodput_ratio"] == spoken / REQUESTS, "targets out of reach of nobody who speaks"
+    assert found["arguments"]["extra_body"] == '{"seed": 7}' and "api_key" not in found["arguments"]
+    assert found["server"]["fingerprints"] == [f"triptych-{found['versions']['triptych']}"]
+    assert found["hardware"]["cores"] >= 1 and "commit" in found
+    assert len(found["requests"]) == REQUESTS
+    assert all(request["audio_rms"] > 1e-3 for request in found["requests"] if request["audio_duration_s"])
+    assert "audio-s/s" in done.stdout and "streams without underrun" in done.stdout and "TTFT, ms" in done.stdout
+
+
+def test_media_of_every_kind_is_asked_about_at_a_rate(server: LiveServer) -> None:
+    before = server.metrics()
+    done = bench(
+        server.url,
+        *("--num-prompts", "3", "--request-rate", "20", "--random-input-len", "4", "--random-output-len", "2"),
+        *("--random-image", "1", "--random-image-size", "64x64", "--random-audio", "1"),
+        *("--random-audio-seconds", "0.5", "--random-video", "1", "--random-video-size", "64x64"),
+        *("--random-video-seconds", "0.5", "--num-warmups", "1", "--fail-on-error"),
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert since(before, server.metrics(), "media_decoded_total") == 4 * 3, "nobody's media was seen before"
+    assert "audio-s/s" not in done.stdout
+
+
+def test_a_run_in_which_all_fail_has_a_status_and_says_why(server: LiveServer) -> None:
+    refused = ("--num-prompts", "2", "--extra-body", '{"nope": 1}')
+    done = bench(server.url, *refused, "--num-warmups", "0")
+    assert done.returncode == 1 and "every request failed" in done.stderr
+    assert "failed: 2 x http 400: unknown field 'nope'" in done.stdout
+    done = bench(server.url, *refused)
+    assert done.returncode == 1 and "every warm-up request failed" in done.stderr
+
+
+def test_some_failures_are_a_status_only_when_asked(server: LiveServer, tmp_path: Path) -> None:
+    lines = [{"prompt": "Hello"}, {"messages": [{"role": "robot", "content": "beep"}]}]
+    (tmp_path / "lines").write_text("\n".join(map(json.dumps, lines)))
+    arguments = ("--dataset-name", "file", "--dataset-path", str(tmp_path / "lines"), "--max-tokens", "2")
+    assert bench(server.url, *arguments).returncode == 0
+    done = bench(server.url, *arguments, "--fail-on-error")
+    assert done.returncode == 1 and "1 requests failed" in done.stderr
