@@ -13,6 +13,8 @@ import pytest
 import typer.main
 
 import triptych
+from triptych.bench.driver import Run
+from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS, parse_targets, summarise
 from triptych.cli import app
 from triptych.config.load import profiles
 from triptych.config.sampling import SamplingParams
@@ -84,6 +86,8 @@ def test_every_command_parses(words: list[str]) -> None:
                 name, command, rest = root.resolve_command(context, [*context._protected_args, *context.args])  # type: ignore[attr-defined]
                 if "--help" in rest:
                     return
+                while hasattr(command, "commands"):
+                    command, name, rest = command.commands[rest[0]], rest[0], rest[1:]
                 with command.make_context(name, rest, parent=context) as parsed:
                     assert not parsed.args
         case ["make", target, *assignments]:
@@ -148,6 +152,18 @@ def test_every_flag_of_serve_in_the_deploy_reference_exists() -> None:
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     known = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     flags = {word for row in documented(section("docs/deploy.md", "Flags")) for word in row.split() if word[:2] == "--"}
+    assert flags and flags <= known
+
+
+def test_the_bench_reference_names_every_number_and_only_flags_that_exist() -> None:
+    page = (ROOT / "docs" / "bench.md").read_text(encoding="utf-8")
+    targets = parse_targets(["ttft:1"], speaks=True)
+    numbers = set(summarise(Run([], 0.0), targets))
+    distributions = {f"{statistic}_{name}" for statistic in STATISTICS for name in DISTRIBUTIONS}
+    assert documented(section("docs/bench.md", "What the numbers mean")) == {*DISTRIBUTIONS, *(numbers - distributions)}
+    bench = typer.main.get_command(app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
+    known = {name for option in bench.params for name in (*option.opts, *option.secondary_opts)}
+    flags = {word for words in re.findall(r"`(--[^`]+)`", page) for word in words.split() if word[:2] == "--"}
     assert flags and flags <= known
 
 
