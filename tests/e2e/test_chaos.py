@@ -21,8 +21,10 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from PIL import Image
 
 from tests.live_server import HEARTBEAT_S, LOAD_S, LiveServer, is_gone, sse_events, wait_until
+from tests.media_files import image_file, noise
 
 DEPLOY = """
 base_config: tiny_cpu
@@ -177,6 +179,13 @@ def memory(server: LiveServer) -> dict[int, int]:
     }
 
 
+def show_picture(server: LiveServer) -> None:
+    picture = base64.b64encode(image_file(Image.fromarray(noise(40, 60)))).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+    httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+
+
 def check_at_rest(server: LiveServer) -> None:
     """Nothing is held by anyone; what the stages say of themselves is as old as a heartbeat."""
     wait_until(lambda: not server.held(), 3 * HEARTBEAT_S, server.held)
@@ -236,8 +245,10 @@ async def test_a_stage_that_is_killed_in_a_crowd_takes_only_what_needs_it(
 
 
 async def test_a_server_that_is_killed_leaves_no_process_and_no_shared_memory(server: LiveServer, crowd: Crowd) -> None:
+    show_picture(server)
+    assert any("-media-" in trace for trace in server.traces())  # decoded, and kept for whoever sends it again
     children = server.children()
-    assert len(children) == 3
+    assert len(children) == 4
     running = asyncio.create_task(crowd.run(32, 32))
     await asyncio.wait_for(crowd.until_served(4), LOAD_S)
     os.kill(server.process.pid, signal.SIGKILL)

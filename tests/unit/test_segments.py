@@ -133,6 +133,22 @@ def test_sweep_of_a_server_spares_other_servers_and_other_files() -> None:
             segments.unlink(name)
 
 
+def test_sweep_of_a_dead_servers_process_takes_all_its_tokens_and_spares_other_pids() -> None:
+    pid = os.getpid()
+    own = {SegmentWriter(token, "media").write([(0, b"a")]) for token in (TOKEN, f"{pid}xother")}
+    spared = SegmentWriter(f"{pid}1xab_cd", "media").write([(0, b"a")])
+    start, number = min(own).rsplit("-", 1)
+    namespace, rest = number.split(".", 1)
+    elsewhere = touch(f"{start}-{int(namespace) + 1}.{rest}")  # another container, where that pid may well be alive
+    try:
+        segments.sweep_server(TOKEN)
+        assert not own & set(os.listdir(segments.DIRECTORY))
+        assert {spared, elsewhere} <= set(os.listdir(segments.DIRECTORY))
+    finally:
+        for name in (*own, spared, elsewhere):
+            segments.unlink(name)
+
+
 def test_sweep_stale_removes_what_dead_servers_left_and_nothing_else() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()

@@ -139,6 +139,13 @@ def sweep(token: str, process: str | None = None) -> None:
     _remove(re.compile(re.escape(f"triptych-{token}-") + of_process + _NUMBER))
 
 
+def sweep_server(token: str) -> None:
+    """Remove every segment of the server process that a token names, once that is gone: also those of its media, whose
+    token is another."""
+    pid, _, _ = token.partition("x")
+    _remove(re.compile(rf"triptych-{re.escape(pid)}x[^-]+-.+-{_NAMESPACE}\.\d+\.\d+"))
+
+
 def sweep_stale() -> None:
     """Remove the segments of servers whose pid is gone: they were killed together with all their processes."""
     for name in os.listdir(DIRECTORY):

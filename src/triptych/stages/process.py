@@ -265,5 +265,5 @@ def _summary(stage: Stage) -> str:
 
 def _sweep(run_dir: Path) -> None:
     """The server is gone and cannot tidy up: remove the shared memory and the folder of its run."""
-    segments.sweep(run_dir.name.removeprefix("triptych-"))
+    segments.sweep_server(segments.token_of(run_dir.name))
     shutil.rmtree(run_dir, ignore_errors=True)  # the other processes of this run do the same
