@@ -64,7 +64,7 @@ def _text(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) 
         among, remedy = _media_share(request.media, config)
         raise ContextLengthError(
             f"{len(prompt)} prompt tokens{among} and max_tokens {wanted} make {len(prompt) + wanted}, more than this "
-            f"model's context of {context} tokens; shorten the messages{remedy} or ask for at most {left} tokens",
+            f"model's context of {context} tokens; shorten the messages{remedy}, or ask for at most {left} tokens",
             param="max_tokens",
         )
     params = msgspec.structs.replace(request.thinker, max_tokens=wanted or left)
@@ -119,7 +119,7 @@ def _media_share(media: Sequence[MediaItem], config: OmniConfig) -> tuple[str, s
         return "", ""
     rows = media_rows(media, config.media)
     listed = " and ".join(f"{count} of {kind}" for kind, count in rows.items() if count)
-    return f" ({listed})", f", {SHORTEN_MEDIA},"
+    return f" ({listed})", f", {SHORTEN_MEDIA}"
 
 
 def _speaker_id(voice: str | None, talker: TalkerConfig, config: OmniConfig) -> int:
