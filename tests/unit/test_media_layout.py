@@ -304,7 +304,7 @@ def test_the_context_of_the_speech_counts_media_of_user_turns_only(processor: Pr
     request = ask(processor, config, [say(AUDIO, role="system"), say(VIDEO)], [AUDIO, VIDEO], speak=True)
     with pytest.raises(
         ContextLengthError,
-        match=r"make \d+ positions \(26 of audio and 4 of video\) for the speech stage, .* context of 40 .* clips, or ask",
+        match=r"make \d+ positions \(26 of audio and 4 of video\) for the speech stage, .* of 40 .* clips, or ask",
     ):
         admit(request, deploy, config)
 

@@ -147,6 +147,16 @@ async def test_what_was_decoded_is_not_decoded_again(tiny: Path) -> None:
         second.close()
 
 
+async def test_what_was_decoded_and_then_removed_by_somebody_else_is_decoded_again(tiny: Path) -> None:
+    async with made(tiny) as loader:
+        first = await loader.load([part("ok")], OPTIONS)
+        segments.unlink(segments_of(first.items)[0])
+        second = await loader.load([part("ok")], OPTIONS)
+        first.close()
+        assert loader.stats.decoded == 2 and existing() == set(segments_of(second.items))
+        second.close()
+
+
 async def test_the_same_parts_at_the_same_time_are_decoded_once(tiny: Path, tmp_path: Path) -> None:
     async with made(tiny, workers=2) as loader:
         text = f"wait {tmp_path}/go"

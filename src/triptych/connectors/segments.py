@@ -113,6 +113,10 @@ def _map(name: str) -> mmap.mmap:
         os.close(fd)
 
 
+def exists(name: str) -> bool:
+    return os.path.exists(_path(name))
+
+
 def unlink(name: str) -> None:
     """Remove a segment, if it is still there."""
     try:

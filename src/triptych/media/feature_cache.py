@@ -28,11 +28,18 @@ class FeatureCache:
         self._num_bytes = 0
 
     def acquire(self, digest: bytes) -> CachedFeatures | None:
-        """What is kept under that digest, now with a user more; None if nothing is."""
+        """What is kept under that digest, now with a user more; None if nothing is.
+
+        What somebody else has removed is kept no longer: systemd does so when a user logs out (RemoveIPC).
+        """
         entry = self._by_digest.get(digest)
-        if entry is not None:
-            entry.users += 1
-            self._by_digest.move_to_end(digest)
+        if entry is None:
+            return None
+        if not segments.exists(entry.features.features.segment):
+            self._forget(digest)
+            return None
+        entry.users += 1
+        self._by_digest.move_to_end(digest)
         return entry
 
     def add(self, entry: CachedFeatures) -> CachedFeatures:
@@ -68,8 +75,11 @@ class FeatureCache:
             return
         for digest, entry in list(self._by_digest.items()):
             if entry.users <= 0:
-                del self._by_digest[digest]
-                self._num_bytes -= entry.num_bytes
-                segments.unlink(entry.features.features.segment)
+                self._forget(digest)
                 if self._num_bytes <= max_bytes:
                     return
+
+    def _forget(self, digest: bytes) -> None:
+        entry = self._by_digest.pop(digest)
+        self._num_bytes -= entry.num_bytes
+        segments.unlink(entry.features.features.segment)
