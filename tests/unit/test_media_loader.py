@@ -280,17 +280,17 @@ async def test_closing_frees_what_is_in_use_and_ends_loads(tiny: Path, tmp_path:
 
 
 async def test_full_shared_memory_first_costs_the_cache_and_then_the_request(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with made(tiny) as loader:
         (await loader.load([part("ok")], OPTIONS)).close()
         assert len(existing()) == 1
         monkeypatch.setattr(loader, "_room", lambda: 100 if existing() else 1000)
         (await loader.load([part("room 900")], OPTIONS)).close()
-        assert loader.stats.decoded == 2 and len(existing()) == 1
+        assert loader.stats.decoded == 2 and len(existing()) == 1 and "shm-size" not in caplog.text
         with pytest.raises(CapacityError, match="2000 bytes of shared memory, and 1000") as refused:
             await loader.load([part("room 2000")], OPTIONS)
-        assert refused.value.status == 503
+        assert refused.value.status == 503 and "shm-size" in caplog.text  # who runs the server can help that
 
 
 @pytest.mark.parametrize("names", ["abcde", "aaaaa"], ids=["different", "the same, each read anew"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import secrets
 import time
@@ -33,6 +34,8 @@ from triptych.models.qwen3_omni.config import load_config
 from triptych.models.qwen3_omni.media_layout import part_rows
 from triptych.models.qwen3_omni.media_options import check_options
 from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
+
+logger = logging.getLogger(__name__)
 
 FILES_HELD = 4  # times `max_bytes` of files that may wait to be decoded, all requests together
 AT_ONCE = 4  # parts of one request on their way
@@ -247,6 +250,14 @@ class Loader:
             case Refused():
                 raise RequestError(answer.message, answer.param, answer.code)
             case NoRoom():
+                logger.warning(
+                    "a decoded %s of %d bytes is refused: one job may take %d, half of what is free in %s, shared "
+                    "among media.workers. Make that larger (docker: --shm-size)",
+                    job.kind,
+                    answer.num_bytes,
+                    room,
+                    segments.DIRECTORY,
+                )
                 raise CapacityError(
                     f"the decoded {job.kind} takes {answer.num_bytes} bytes of shared memory, and {room} are free for "
                     "it; try again, or send a smaller one",
