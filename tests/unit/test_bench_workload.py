@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from triptych.bench.synthetic import video_url
 from triptych.bench.workload import FileWorkload, Prompt, RandomWorkload, Reply
 from triptych.cli import app
 from triptych.errors import ConfigError
@@ -36,6 +37,11 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     first = bodies(ALL_MEDIA, 3, seed=1)
     assert first == bodies(ALL_MEDIA, 3, seed=1) and first[:2] == bodies(ALL_MEDIA, 2, seed=1)
     assert not set(first) & set(bodies(ALL_MEDIA, 3, seed=2)) and len(set(first)) == 3
+
+
+def test_a_video_is_the_same_bytes_each_time() -> None:
+    """An encoder that starts from memory it has not set gives other bytes now and then."""
+    assert len({video_url(64, 32, 0.5, 1) for _ in range(100)}) == 1
 
 
 def test_no_two_requests_share_media() -> None:
