@@ -151,7 +151,7 @@ def test_a_prompt_far_too_long_is_refused_at_once_with_numbers(client: httpx.Cli
     answer = post(client, body(content=json.dumps("hello " * 500_000)))
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
-    assert "context of 8192 tokens" in error["message"]
+    assert "context of 16384 tokens" in error["message"]
     assert answer.elapsed.total_seconds() < 3
     answer = post(client, body(content=json.dumps("hello " * 12 * 10**6)))
     assert answer.status_code == 413 and "67108864 bytes" in answer.json()["error"]["message"]

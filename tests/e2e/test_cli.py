@@ -111,6 +111,7 @@ def test_dry_run_prints_a_deploy_file_with_every_flag_in_it(environment: dict[st
 
 
 def test_what_requests_may_name_is_in_the_dry_run(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "clips").mkdir()
     domains = ["--allowed-media-domains", "a.com, b.org", "--allowed-media-domains", "c.net"]
     done = run(environment, "serve", "tiny", "--allowed-local-media-path", "clips", *domains, "--dry-run", cwd=tmp_path)
     media = yaml.safe_load(done.stdout)["media"]
@@ -251,7 +252,16 @@ def test_generate_looks_listens_and_needs_no_prompt(environment: dict[str, str],
     assert "5 tokens, finish_reason length" in done.stderr
     (tmp_path / "broken.png").write_bytes(b"no image")
     done = run(environment, "generate", "tiny", "--image", "broken.png", cwd=tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("triptych: ") and "image" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("triptych: --image 'broken.png': this is not an image")
+
+
+def test_what_generate_and_a_dry_run_cannot_do_is_told_at_once(environment: dict[str, str], tmp_path: Path) -> None:
+    done = run(environment, "generate", "tiny", "--prompt", "x", "--out", str(tmp_path / "a.mp3"))
+    assert done.returncode == 2 and ".wav" in done.stderr
+    done = run(environment, "serve", "tiny", "--allowed-local-media-path", str(tmp_path / "none"), "--dry-run")
+    assert done.returncode == 2 and "media.local_path" in done.stderr and not done.stdout
+    done = run(environment, "serve", "tiny", "--allowed-media-domains", "http://a.org", "--dry-run")
+    assert done.returncode == 2 and "not the name of a host" in done.stderr
 
 
 def test_a_voice_that_is_not_there_is_refused_with_those_that_are(environment: dict[str, str], tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def test_resolve_takes_context_and_dtype_from_the_checkpoint(tmp_path: Path) -> 
     assert (deploy.stages[0].max_model_len, deploy.stages[0].dtype) == (4321, "float16")
     with pytest.raises(ConfigError, match=r"stages\[0\]\.dtype: .*'float8'"):
         resolve(load(path), contexts=CONTEXTS, dtype="float8")
-    with pytest.raises(ConfigError, match=r"stages\[1\]\.max_model_len: 8192 is more than the 100 positions"):
+    with pytest.raises(ConfigError, match=r"stages\[1\]\.max_model_len: 16384 is more than the 100 positions"):
         resolve(load(path), contexts=CONTEXTS | {"talker": 100}, dtype="float16")
 
 
@@ -328,7 +328,7 @@ def test_resolve_fills_the_sampling_defaults_one_by_one(tmp_path: Path) -> None:
 def test_speech_stages_go_when_the_checkpoint_has_none_or_text_is_all_that_is_wanted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    silent = resolve(load("tiny_cpu"), contexts={"thinker": 8192}, dtype="float32")
+    silent = resolve(load("tiny_cpu"), contexts={"thinker": 16384}, dtype="float32")
     assert [stage.stage for stage in silent.stages] == ["thinker"]
     assert "the checkpoint has no talker" in caplog.text
     assert resolve(load("tiny_cpu"), contexts=CONTEXTS, dtype="float32", text_only=True) == silent

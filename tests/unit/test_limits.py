@@ -23,10 +23,10 @@ from triptych.stages.build import wait_idly_if_crowded
     [
         (0, {"max_num_batched_tokens": 126}, "stages[0].max_num_batched_tokens", "126 is too few: .* make 127"),
         (1, {"max_num_seqs": 1, "max_num_batched_tokens": 63}, "stages[1].max_num_batched_tokens", "make 64"),
-        (0, {"kv_cache_bytes": 1000}, "stages[0]", "one context of 4096 needs 257; raise kv_cache_bytes"),
+        (0, {"kv_cache_bytes": 1000}, "stages[0]", "one context of 16384 needs 1025; raise kv_cache_bytes"),
         (1, {"max_model_len": 512, "num_kv_blocks": 32}, "stages[1]", "gets 32 blocks .* needs 33"),
         (0, {"num_kv_blocks": 2_000_000_000}, "stages[0]", "of this machine; lower num_kv_blocks"),
-        (0, {"max_model_len": 10**6}, "stages[0].max_model_len", "more than the 8192 positions"),
+        (0, {"max_model_len": 10**6}, "stages[0].max_model_len", "more than the 16384 positions"),
         (
             0,
             {"default_sampling_params": {"stop_token_ids": [5000]}},

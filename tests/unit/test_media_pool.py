@@ -67,6 +67,28 @@ async def test_a_worker_starts_when_it_is_needed_and_serves_again() -> None:
         assert len(psutil.Process().children()) == 1
 
 
+async def test_the_first_worker_may_start_ahead_and_serves_what_comes_meanwhile() -> None:
+    async with pool() as workers:
+        workers.warm()
+        first = await ask(workers, "pid")
+        assert [child.pid for child in psutil.Process().children()] == [first]
+        assert await ask(workers, "pid") == first
+
+
+async def test_a_pool_closes_while_its_first_worker_starts() -> None:
+    async with pool(command=(sys.executable, "-c", "import time; time.sleep(60)")) as workers:
+        workers.warm()
+        await until(lambda: len(psutil.Process().children()) == 1)
+    assert not psutil.Process().children()
+
+
+async def test_a_worker_that_cannot_start_ahead_is_tried_again_by_the_first_job() -> None:
+    async with pool(command=("/nonexistent",)) as workers:
+        workers.warm()
+        with pytest.raises(CapacityError, match="no worker can be started"):
+            await ask(workers, "pid")
+
+
 async def test_no_more_workers_than_allowed(tmp_path: Path) -> None:
     async with pool(workers=2) as workers:
         tasks = [asyncio.create_task(ask(workers, f"wait {tmp_path}/go")) for _ in range(6)]

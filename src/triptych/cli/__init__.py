@@ -16,7 +16,7 @@ from triptych.errors import CheckpointError, ConfigError, RequestError, Triptych
 
 app = typer.Typer(
     name="triptych",
-    help="Serve omni-modality models: text in, text and streamed speech out.",
+    help="Serve omni-modality models: text, images, audio and video in, text and streamed speech out.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -81,7 +81,13 @@ async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int, max_tokens:
     started = time.monotonic()
     with bind("127.0.0.1", 0) as listener, LoadDisplay() as display:
         async with serving(
-            plan, listener, model_names=[plan.name], api_key=None, log_level=log_level, on_progress=display
+            plan,
+            listener,
+            model_names=[plan.name],
+            api_key=None,
+            log_level=log_level,
+            on_progress=display,
+            warm=False,
         ):
             typer.echo(f"ready in {time.monotonic() - started:.1f} s at {url_of(listener)}", err=True)
             return await _ask(plan, f"{url_of(listener)}/v1", prompt, out, seed, max_tokens)

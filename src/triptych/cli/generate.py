@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +21,7 @@ from triptych.cli.options import (
     check_writable,
     stoppable,
 )
-from triptych.errors import ConfigError, TriptychError
+from triptych.errors import ConfigError, RequestError, TriptychError
 
 URLS = ("http:", "https:", "data:", "file:")
 
@@ -63,6 +64,8 @@ def command(
     if voice is not None and out is None:
         raise ConfigError("--voice is for speech; give --out answer.wav as well")
     if out is not None:
+        if out.suffix.lower() != ".wav":
+            raise ConfigError(f"--out {str(out)!r}: speech is written as WAV; give a name that ends in .wav")
         check_writable(out)
     from triptych.config.sampling import sampling_params
     from triptych.pipeline.media import media_options
@@ -93,6 +96,15 @@ def _content(prompt: str | None, media: dict[str, list[str]]) -> str | list[dict
     if not parts:
         return prompt or ""
     return [*parts, {"type": "text", "text": prompt}] if prompt is not None else parts
+
+
+def _named(error: TriptychError, content: str | list[dict[str, str]]) -> TriptychError:
+    """The error of a request, with the file that it is about in front."""
+    place = re.search(r"content\[(\d+)\]$", getattr(error, "param", None) or "")
+    if place is None or isinstance(content, str) or int(place[1]) >= len(content):
+        return error
+    part = content[int(place[1])]
+    return RequestError(f"--{part['type']} {part.get(part['type'], '')!r}: {error}")
 
 
 def _processor_kwargs(use_audio_in_video: bool, fps: float | None, media: dict[str, list[str]]) -> dict[str, Any]:
@@ -134,7 +146,7 @@ def _run(
         [output] = omni.generate([messages], **options)
         took = time.monotonic() - loaded
     if output.error is not None:
-        raise output.error
+        raise _named(output.error, messages[-1]["content"])
     typer.echo(output.text)
     summary = f"{output.text_tokens} tokens, finish_reason {output.finish_reason}"
     if out is not None and output.audio is not None:

@@ -79,6 +79,7 @@ def command(
 ) -> None:
     """Serve MODEL behind an OpenAI-compatible API."""
     from triptych.config.resolve import to_yaml
+    from triptych.media.source import MediaSource
 
     log.configure(log_level.value)
     if omni and text_only:
@@ -98,6 +99,7 @@ def command(
         }
         plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
         if dry_run:
+            asyncio.run(MediaSource(plan.deploy.media).close())  # raises for a folder or a host that cannot be
             typer.echo(to_yaml(plan.deploy), nl=False)
             return
         listener = bind(host, port)
@@ -150,8 +152,12 @@ async def serving(
     api_key: str | None,
     log_level: str,
     on_progress: Progress,
+    warm: bool = True,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests."""
+    """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests.
+
+    `warm` starts the first media worker then, instead of when the first file comes.
+    """
     import uvicorn
 
     from triptych.pipeline.launch import load_processor, make_loader
@@ -215,6 +221,8 @@ async def serving(
             await asyncio.wait({answering, task}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 raise TriptychError(f"the HTTP server did not start: {task.exception()}") from task.exception()
+            if warm and (plan.config.media.has_audio or plan.config.media.has_vision):
+                loader.warm()
             yield task
         finally:
             answering.cancel()

@@ -37,7 +37,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     Sizes of files count as they are sent, pixels and seconds as they are decoded.
     """
 
-    workers: int = 1  # processes that decode; each is started when it is first needed
+    workers: int = 1  # processes that decode
     worker_memory_bytes: int = 4 * 1024**3  # address space of one
     decode_timeout_s: float = 60.0  # for one part
     max_waiting: int = 64  # parts that wait for a worker; more get 503

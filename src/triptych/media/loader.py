@@ -97,6 +97,10 @@ class Loader:
         self._closed = False
         self.stats = MediaStats()
 
+    def warm(self) -> None:
+        """Start the first worker in the background, before it is needed."""
+        self._pool.warm()
+
     async def load(self, parts: Sequence[MediaPart], options: MediaOptions, *, max_rows: int | None = None) -> Lease:
         """Also raises ContextLengthError for a part that alone takes more than `max_rows` rows of a prompt, if it can
         be told before decoding it then without decoding."""

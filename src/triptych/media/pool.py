@@ -1,4 +1,4 @@
-"""The media workers: at most so many processes, each started when it is first needed, each job with a deadline.
+"""The media workers: at most so many processes, each started when it is needed, each job with a deadline.
 
 Jobs are served in the order they came. One that takes too long, or whose caller has left, ends with its worker; the
 next job starts another.
@@ -123,10 +123,16 @@ class WorkerPool:
         self._waiting = 0
         self._workers: set[WorkerProcess] = set()
         self._idle: list[WorkerProcess] = []
-        self._tasks: set[asyncio.Task[Answer]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._starting: set[asyncio.Task[Any] | None] = set()  # those whose worker is not there yet
         self._deadlines: dict[asyncio.Task[Any], asyncio.Timeout] = {}  # of those that a worker is at
         self._closed = False
+
+    def warm(self) -> None:
+        """Start the first worker in the background: its libraries take seconds to load, which the first job would."""
+        task = asyncio.create_task(self._warm(), name="first media worker")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def run(self, job: Job, data: bytes) -> Answer:
         """What a worker makes of a file. If it wrote the job's segment, that is then the caller's to unlink.
@@ -164,6 +170,13 @@ class WorkerPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._idle.clear()
         await asyncio.gather(*[self._end(worker) for worker in self._workers])
+
+    async def _warm(self) -> None:
+        async with self._free:
+            try:
+                self._idle.append(await self._take())
+            except CapacityError:  # it is logged, and the first job tries again
+                return
 
     def _done(self, task: asyncio.Task[Answer]) -> None:
         self._tasks.discard(task)

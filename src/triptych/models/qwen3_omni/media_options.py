@@ -1,6 +1,7 @@
 """What a request may ask of the preprocessor (`mm_processor_kwargs`), held to what the checkpoint and its code allow.
 
-Everything is refused by name and number, none is clamped. Torch-free: the API checks before it fetches anything.
+Everything is refused by name and number, none is clamped; but a `max_` below the checkpoint's own `min_` takes that
+along. Torch-free: the API checks before it fetches anything.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class ProcessorOptions(Protocol):
 def check_options(config: PreprocessorConfig, options: ProcessorOptions) -> None:
     """Refuse what is wrong whatever the media: RequestError whose `param` is the option's place in the request.
 
-    Whether `min_pixels` and `max_pixels` fit the checkpoint's other limit depends on the kind of media, and is checked
-    by `image_pixels` and `frame_pixels`.
+    Whether `min_pixels` fits the checkpoint's `max_pixels` depends on the kind of media, and is checked by
+    `image_pixels` and `frame_pixels`.
     """
     fps = options.fps
     if fps is not None and not MIN_FPS <= fps <= MAX_FPS:  # also false for NaN
@@ -92,16 +93,11 @@ def _check_least(name: str, value: int | None, least: int) -> None:
 
 def _range(low: str, high: str, options: ProcessorOptions, low_default: int, high_default: int) -> tuple[int, int]:
     asked_low, asked_high = getattr(options, low), getattr(options, high)
-    least = low_default if asked_low is None else asked_low
     most = high_default if asked_high is None else asked_high
+    least = min(low_default, most) if asked_low is None else asked_low
     if least > most:
-        name, other = (low, high) if asked_low is not None else (high, low)
-        own = (
-            ""
-            if None not in (asked_low, asked_high)
-            else f", {other} being the checkpoint's own: send both to change it"
-        )
-        raise _refused(name, f"{low} {least} is above {high} {most}{own}")
+        own = f", {high} being the checkpoint's own: send both to change it" if asked_high is None else ""
+        raise _refused(low, f"{low} {least} is above {high} {most}{own}")
     return least, most
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.synthetic_config import Size
 
-VERSION = 1  # raise it whenever the bytes of a checkpoint change, so that cached ones are made anew
+VERSION = 2  # raise it whenever the bytes of a checkpoint change, so that cached ones are made anew
 MARKER = "triptych.json"
 DEADLINE_S = 600
 TIDY_S = 5
