@@ -64,7 +64,7 @@ def test_the_client_and_the_server_count_the_same(server: LiveServer, tmp_path: 
         ("mean_e2el_ms", "e2e_request_latency_s", REQUESTS),
     ):
         served = 1000 * since(before, after, f"{theirs}_sum") / count
-        assert served * 0.99 <= found[mine] <= served + 1000, mine
+        assert served * 0.99 <= found[mine] <= served + 5000, mine
     rtf = since(before, after, "audio_rtf_sum") / spoken
     assert rtf * 0.99 <= found["mean_audio_rtf"]
 

@@ -14,14 +14,17 @@ from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
 from triptych.bench.arrival import arrival_times
 from triptych.bench.client import Client
 from triptych.bench.driver import Load, drive, warm_up
+from triptych.bench.measure import Measurement
 from triptych.bench.outcome import Outcome
-from triptych.bench.target import find_target
+from triptych.bench.target import Target, find_target
+from triptych.bench.workload import RandomWorkload, Reply
 from triptych.errors import ConfigError, TriptychError
 
 STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
@@ -132,13 +135,36 @@ async def test_usage_and_fingerprint_are_the_servers() -> None:
     assert outcome.prompt_tokens == 5 and outcome.usage == USAGE and outcome.fingerprint == "triptych-1"
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
+class Pieces(httpx.AsyncByteStream):
+    def __init__(self, stream: bytes, size: int) -> None:
+        self.pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self.pieces:
+            yield piece
+
+
+async def ask_pieces(stream: bytes, size: int) -> Outcome:
+    """The outcome of a reply whose bytes arrive `size` at a time."""
+
+    def reply(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, stream=Pieces(stream, size))
+
+    async with Client("http://omni", transport=httpx.MockTransport(reply)) as client:
+        return await client.ask(b"{}", speaks=True)
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 5000, 10**6])
 async def test_what_is_read_does_not_depend_on_how_the_bytes_come(size: int) -> None:
-    cut = [OURS[at : at + size] for at in range(0, min(len(OURS), 4000), size)] + [OURS[4000 + -4000 % size :]]
-    assert b"".join(cut) == OURS
-    outcome = await ask(says(STREAM, *cut))
-    assert outcome.failure is None and "".join(outcome.text) == "Hello"
-    assert outcome.playout.audio_s == pytest.approx(0.5)
+    outcome = await ask_pieces(OURS, size)
+    assert outcome.failure is None and "".join(outcome.text) == "Hello" and len(outcome.text_times) == 2
+    assert outcome.playout.audio_s == pytest.approx(0.5) and outcome.usage == USAGE
+
+
+async def test_an_event_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.bench.client.MOST_EVENT_BYTES", 1000)
+    outcome = await ask_pieces(b"data: " + b"x" * 2000, 100)
+    assert outcome.failure == "malformed event" and "more than 1000 bytes" in outcome.detail
 
 
 async def test_carriage_returns_and_comments_are_part_of_no_event() -> None:
@@ -309,6 +335,30 @@ async def test_warm_up_ends_a_run_that_can_only_fail() -> None:
         with pytest.raises(TriptychError, match="http 404: the queue is full"):
             await warm_up(client, [b"{}"] * 2, Load(2), speaks=False)
         await warm_up(client, [], Load(2), speaks=False)
+
+
+async def test_warm_up_that_works_in_part_goes_on() -> None:
+    async def handler(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM + DONE if body["n"] else http(b"500 Oh", ERROR))
+
+    async with answering(handler) as url, Client(url) as client:
+        await warm_up(client, [b'{"n": 0}', b'{"n": 1}'], Load(2), speaks=False)
+
+
+async def test_warm_up_comes_first_and_asks_nothing_that_is_measured() -> None:
+    asked: list[Any] = []
+
+    async def handler(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        asked.append(body["messages"])
+        writer.write(STREAM + DONE)
+
+    workload = RandomWorkload(input_len=3)
+    measurement = Measurement(workload, Reply(), Load(1), num_prompts=4, num_warmups=2, seed=5)
+    async with answering(handler) as url:
+        measured = await measurement.take(Target(url, "m", {}))
+    assert len(measured.outcomes) == 4
+    assert asked[2:] == [prompt.messages for prompt in workload.prompts(4, seed=5)]
+    assert not [messages for messages in asked[:2] if messages in asked[2:]]
 
 
 # --- arrivals ---

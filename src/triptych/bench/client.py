@@ -37,16 +37,25 @@ class _Failure(Exception):
 
 class Client:
     """Asks one URL. `timeout_s` bounds a whole request. Proxies of the environment are not used: they would be
-    measured too."""
+    measured too. `transport` takes the place of the network."""
 
-    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Accept-Encoding": "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._url = url
         self._timeout_s = timeout_s
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, timeout=None, limits=limits, trust_env=False, transport=transport
+        )
 
     async def __aenter__(self) -> Self:
         return self
