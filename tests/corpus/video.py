@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,16 @@ from PIL import Image
 
 from tests.corpus.audio import FRAGMENTS, Pipe
 from tests.corpus.file import CorpusFile, Pixels, Samples, film, signal
+
+
+@contextmanager
+def scheduled_as_before() -> Iterator[None]:
+    """SVT-AV1 makes its caller a real-time process where it may (as root), and so all that the caller starts later."""
+    policy, parameter = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameter)
 
 
 def filmed(
@@ -35,7 +47,7 @@ def filmed(
 ) -> None:
     """Written by FFmpeg's encoders. `times`, in milliseconds, makes the frame rate vary."""
     target: Any = Pipe() if piped else str(path)
-    with av.open(target, "w", format=container, options=container_options or {}) as out:
+    with scheduled_as_before(), av.open(target, "w", format=container, options=container_options or {}) as out:
         stream = out.add_stream(codec, rate=rate, options=options or {})
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = pixels
