@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live_server import LiveServer
+from tests.live_server import HEARTBEAT_S, LiveServer, wait_until
 from tests.media_mix import mixed_requests
 
 COUNT, AT_ONCE = 200, 16
@@ -52,7 +52,7 @@ async def test_mixed_requests_at_once_and_cached_equal_each_alone_and_cold(tiny:
         together = await ask_all(server.url, bodies, AT_ONCE)
         metrics = server.metrics()
         assert metrics["media_cache_hits_total"][""] > 0
-        assert not server.held()
+        wait_until(lambda: not server.held(), 4 * HEARTBEAT_S, server.held)
     with LiveServer(tiny, log=tmp_path / "cold.log", deploy=tmp_path / "cold.yaml") as server:
         alone = await ask_all(server.url, bodies, 1)
     assert together == alone

@@ -64,7 +64,7 @@ def command(
     if voice is not None and out is None:
         raise ConfigError("--voice is for speech; give --out answer.wav as well")
     if out is not None:
-        if out.suffix.lower() != ".wav":
+        if out.suffix.lower() not in (".wav", ""):
             raise ConfigError(f"--out {str(out)!r}: speech is written as WAV; give a name that ends in .wav")
         check_writable(out)
     from triptych.config.sampling import sampling_params
