@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ OPTIONS = MediaOptions()
 
 
 def existing() -> set[str]:
-    return {name for name in os.listdir(segments.DIRECTORY) if name.startswith(f"triptych-{os.getpid()}x")}
+    """Segments of this process's loaders; other tests have some of their own."""
+    loaders = re.compile(rf"triptych-{os.getpid()}x[0-9a-f]{{12}}-")
+    return {name for name in os.listdir(segments.DIRECTORY) if loaders.match(name)}
 
 
 @pytest.fixture(autouse=True)

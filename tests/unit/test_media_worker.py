@@ -27,7 +27,7 @@ from triptych.media.contract import MediaOptions
 from triptych.media.decode_audio import decode_audio
 from triptych.media.jobs import LENGTH, Decoded, FromWorker, Job, NoRoom, Ready, Refused, Setup, Silent, encode
 from triptych.media.jobs import decode_from_worker as decode
-from triptych.media.pool import WORKER_COMMAND
+from triptych.media.pool import ONE_THREAD, WORKER_COMMAND
 from triptych.media.sniff import as_media
 from triptych.media.worker import limit_memory, memory
 from triptych.models.qwen3_omni.audio_features import log_mel
@@ -79,7 +79,9 @@ def started(model: Path, config: MediaConfig) -> Iterator[Worker]:
     ours, theirs = socket.socketpair()
     with theirs:
         fd = theirs.fileno()
-        process = subprocess.Popen([*WORKER_COMMAND, "--fd", str(fd)], pass_fds=(fd,), start_new_session=True)
+        process = subprocess.Popen(
+            [*WORKER_COMMAND, "--fd", str(fd)], pass_fds=(fd,), start_new_session=True, env=os.environ | ONE_THREAD
+        )
     ours.settimeout(60)
     worker = Worker(process, ours.makefile("rwb"), ours)
     try:

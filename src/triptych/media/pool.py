@@ -24,6 +24,7 @@ from triptych.media.jobs import Answer, Job, Last, Ready, Setup
 logger = logging.getLogger(__name__)
 
 WORKER_COMMAND = (sys.executable, "-m", "triptych.media.worker")
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # libraries take all cores
 START_S = 120.0  # for a worker to load its libraries
 LEAVE_S = 1.0  # for a job to end by itself after its caller has left
 REAP_S = 5.0  # for a killed process to be gone
@@ -55,7 +56,7 @@ class WorkerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                    env=os.environ | ONE_THREAD,
                     start_new_session=True,  # Ctrl-C in a terminal is for the server
                 )
             except BaseException:
