@@ -32,7 +32,7 @@ LOAD_S, ANSWER_S = 120, 600
 
 
 def film(seconds: int, side: tuple[int, int], seed: int) -> str:
-    """A `data:` URL of a video of noise that moves, ten frames a second, with a tone for a sound."""
+    """A `data:` URL of a video of noise that moves, ten frames a second, without sound."""
     rng = np.random.default_rng(seed)
     width, height = side
     ground = rng.integers(0, 256, (height, width, 3), np.uint8)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from triptych.layers.segment_attention import segment_attention
 from triptych.layers.unfilled import Conv2d, Linear
+from triptych.models.qwen3_omni.media_layout import audio_rows
 
 _MAX_TIMESCALE = 10_000
-_ROWS_A_CHUNK = 13  # what HF's count of rows assumes, whatever n_window is
+_ROWS_A_CHUNK = 13  # what `audio_rows` assumes, as HF does, whatever n_window is
 
 
 class AudioEncoderConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,8 +75,7 @@ class AudioEncoder(nn.Module):
 
     def num_rows(self, frames: int) -> int:
         """How many rows a clip, or a slice of one, of so many frames gives."""
-        whole, rest = divmod(frames, self.config.chunk)
-        return whole * convolved(self.config.chunk) + convolved(rest)
+        return audio_rows(frames, self.config.n_window)
 
     def forward(self, slices: Sequence[Tensor], chunk: int) -> Tensor:
         """Spectrograms [mel bins, frames], each a clip or a slice of one -> their rows [n, output_dim] in order.

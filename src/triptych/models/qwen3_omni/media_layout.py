@@ -21,8 +21,8 @@ Grid = tuple[int, int, int]  # patches over time, height and width
 KINDS: tuple[Kind, ...] = ("image", "audio", "video")
 
 
-class Part(Protocol):
-    """The size of one decoded part; `media.contract.MediaFeatures` is one. `sound` belongs to a video."""
+class Measured(Protocol):
+    """The size of something decoded."""
 
     @property
     def kind(self) -> Kind: ...
@@ -32,25 +32,22 @@ class Part(Protocol):
     def second_per_grid(self) -> float: ...
     @property
     def num_mel_frames(self) -> int: ...
+
+
+class Part(Measured, Protocol):
+    """One decoded part; `media.contract.MediaFeatures` is one. `sound` belongs to a video."""
+
     @property
     def sound(self) -> Part | None: ...
 
 
-class Placed(Protocol):
+class Placed(Measured, Protocol):
     """One item at its place in a prompt; `connectors.wire.MediaItem` is one."""
 
-    @property
-    def kind(self) -> Kind: ...
     @property
     def start(self) -> int: ...
     @property
     def end(self) -> int: ...
-    @property
-    def grid(self) -> Grid: ...
-    @property
-    def second_per_grid(self) -> float: ...
-    @property
-    def num_mel_frames(self) -> int: ...
     @property
     def in_video(self) -> bool: ...
 
@@ -78,22 +75,23 @@ def vision_rows(grid: Grid, merge: int) -> int:
     return frames * height * width // merge**2
 
 
+def own_rows(item: Measured, media: MediaConfig) -> int:
+    """Rows that the encoder of its kind makes of an item."""
+    if item.kind == "audio":
+        return audio_rows(item.num_mel_frames, media.n_window)
+    return vision_rows(item.grid, media.spatial_merge_size)
+
+
 def part_rows(part: Part, media: MediaConfig) -> int:
     """Rows of a part, a video's sound included."""
-    if part.kind == "audio":
-        return audio_rows(part.num_mel_frames, media.n_window)
-    sound = 0 if part.sound is None else audio_rows(part.sound.num_mel_frames, media.n_window)
-    return vision_rows(part.grid, media.spatial_merge_size) + sound
+    return own_rows(part, media) + (0 if part.sound is None else own_rows(part.sound, media))
 
 
 def media_rows(items: Iterable[Placed], media: MediaConfig) -> dict[Kind, int]:
     """How many rows of a prompt are of each kind. A video's sound counts as audio."""
     rows = dict.fromkeys(KINDS, 0)
     for item in items:
-        if item.kind == "audio":
-            rows["audio"] += audio_rows(item.num_mel_frames, media.n_window)
-        else:
-            rows[item.kind] += vision_rows(item.grid, media.spatial_merge_size)
+        rows[item.kind] += own_rows(item, media)
     return rows
 
 
