@@ -167,6 +167,7 @@ def _arithmetic(rng: random.Random) -> Sample:
         key=key,
         question=rng.choice(("what is {}", "what is {}", "how much is {}", "{}")).format(asked),
         answer=f"{key} is {number(OPERATIONS[operation](a, b))}",
+        closed=operation == "times",  # the multiplication table is known by heart, not worked out
     )
 
 
@@ -325,7 +326,7 @@ def styled(rng: random.Random, question: str) -> str:
 
 
 _KINDS: list[tuple[Callable[[random.Random], Sample], float]] = [
-    (_arithmetic, 0.25),
+    (_arithmetic, 0.35),
     (_repeat, 0.30),
     (_numeral, 0.08),
     (_small_talk, 0.05),

@@ -1,4 +1,4 @@
-"""Learning rate by step, and batches of examples of about one length."""
+"""Learning rate by step, batches of examples of about one length, and the precision of a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 T = TypeVar("T")
 _POOL = 8  # batches drawn together, then cut by length
@@ -17,6 +18,11 @@ def cosine(step: int, steps: int, peak: float, *, warm_up: int = 50, final_share
     done = min(1.0, step / steps)
     fall = final_share + (1 - final_share) * 0.5 * (1 + math.cos(math.pi * done))
     return peak * min(1.0, (step + 1) / warm_up) * fall
+
+
+def half_precision() -> torch.autocast:
+    """bfloat16 products, where the machine has them: weights, sums of losses and the optimizer stay float32."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def step_generator(seed: int, step: int) -> np.random.Generator:

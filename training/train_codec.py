@@ -14,7 +14,7 @@ from torch import Tensor
 from training.checkpoints import load_state, save_state, seed_step
 from training.codec import CONTEXT, Codec
 from training.log import TrainingLog
-from training.schedule import cosine, step_generator
+from training.schedule import cosine, half_precision, step_generator
 from training.spectra import log_mel, spectral_loss
 from training.speech import speech_store
 from training.speech_store import SpeechStore
@@ -78,10 +78,12 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
         for group in optimizer.param_groups:
             group["lr"] = rate
         mel, waveform = crops.batch(step)
-        latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT]
+        with half_precision():
+            latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT].float()
         depth = torch.where(torch.rand(BATCH) < 0.5, QUANTIZERS, torch.randint(1, QUANTIZERS + 1, (BATCH,)))
         quantised, commitment, used = codec.quantizer(latents, depth)
-        output = upsample(codec.transform(quantised))
+        with half_precision():
+            output = upsample(codec.transform(quantised)).float()
         target = waveform[:, : output.shape[1]]
         spectral, absolute = spectral_loss(output, target), F.l1_loss(output, target)
         loss = spectral + absolute + 0.25 * commitment
