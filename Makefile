@@ -5,10 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test eval-tiny lint format clean
 
 demo: $(READY)
 	$(BIN)/triptych demo
+
+# Speech, text, hearing and seeing of the tiny voice, on held-out questions through the server. Needs Debian's flite.
+eval-tiny: $(READY)
+	$(BIN)/python -m training.evaluate tiny --count 200
 
 test: lint
 	$(BIN)/pytest

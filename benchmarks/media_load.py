@@ -4,7 +4,7 @@
 2. Streams that speak while a long video that was never seen is decoded, encoded and read: how long each listener would
    have waited, against the same streams without the video. Playback is simulated from the arrival of the audio on.
 
-    python benchmarks/media_load.py --model tiny --seconds 60 --streams 4
+    python benchmarks/media_load.py --model nano --seconds 60 --streams 4
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--model", default="nano")
     parser.add_argument("--seconds", type=int, default=60, help="of the video")
     parser.add_argument("--width", type=int, default=320)
     parser.add_argument("--height", type=int, default=192)

@@ -1,4 +1,4 @@
-"""Fixtures shared by the suite: one tiny checkpoint, and Transformers' view of it."""
+"""Fixtures shared by the suite: one nano checkpoint, and Transformers' view of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random checkpoint in the published layout."""
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "tiny", "tiny")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A nano random checkpoint in the published layout."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "nano", "nano")
 
 
 @pytest.fixture(scope="session")
-def hf_tiny(tiny: Path) -> Any:
+def hf_nano(nano: Path) -> Any:
     """The same checkpoint in Transformers, float32."""
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
-    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(tiny, dtype=torch.float32).eval()
+    return Qwen3OmniMoeForConditionalGeneration.from_pretrained(nano, dtype=torch.float32).eval()

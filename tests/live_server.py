@@ -25,11 +25,13 @@ HEARTBEAT_S = 1.0  # what /metrics says of a stage is no older
 class LiveServer:
     """Starts on entering, is killed on leaving if it still runs. Port and log are its own."""
 
-    def __init__(self, model: Path, *arguments: str, log: Path, deploy: str | Path = "tiny_cpu") -> None:
+    def __init__(
+        self, model: str | Path, *arguments: str, log: Path, deploy: str | Path = "tiny_cpu", name: str = "nano"
+    ) -> None:
         self.log = log
         self.url = ""
         self._command = [sys.executable, "-m", "triptych", "serve", str(model), "--deploy-config", str(deploy)]
-        self._command += ["--served-model-name", "tiny", "--port", "0", *arguments]
+        self._command += ["--served-model-name", name, "--port", "0", *arguments]
         self.process: subprocess.Popen[bytes]
 
     def __enter__(self) -> Self:

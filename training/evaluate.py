@@ -27,16 +27,15 @@ from PIL import Image
 
 from training.domain import ONES, samples, styled
 from training.media import MediaSample, picture_sample, spoken_sample
-from training.pitch import pitch
+from training.pitch import voice_of
 from training.recogniser import transcribe
 from training.scoring import errors, fold, word_error_rate
-from training.teacher import SAMPLE_RATE, Waveform, speak
+from training.teacher import FRAME, SAMPLE_RATE, Waveform, speak
 from training.tiny_config import SPEAKERS
 
 CONCURRENCY = 16
 VIDEO_RATE = 2  # frames a second, as sampled
 _LOAD_S, _ANSWER_S = 120, 300
-_FRAME = 1920  # samples
 _FRAMES_PER_WORD = (2.0, 12.0)  # fewer: cut short; more: running on
 
 
@@ -146,9 +145,9 @@ def digits(count: int) -> list[Asked]:
 
 
 @asynccontextmanager
-async def served(checkpoint: Path, log: Path) -> AsyncIterator[str]:
-    """A server of the checkpoint on a free port; its URL. Raises RuntimeError when it does not start."""
-    command = [sys.executable, "-m", "triptych", "serve", str(checkpoint), "--deploy-config", "tiny_cpu"]
+async def served(model: str, log: Path) -> AsyncIterator[str]:
+    """A server of a model on a free port; its URL. Raises RuntimeError when it does not start."""
+    command = [sys.executable, "-m", "triptych", "serve", model, "--deploy-config", "tiny_cpu"]
     command += ["--served-model-name", "tiny", "--port", "0"]
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=subprocess.PIPE)
@@ -207,41 +206,48 @@ def score_text(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str
 
 
 def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
-    """Word errors against the text and of the teacher, words of the domain found, lengths and voices."""
-    texts, heard, taught = [], [], []
+    """Word errors against the text, words of the domain found, lengths and voices."""
+    texts, heard = [], []
     words = found = lengths = voices = 0
-    pitches = {name: pitch(speak("what is your number", voice)) for name, voice in SPEAKERS.items()}
-    boundary, low = float(np.sqrt(np.prod(list(pitches.values())))), min(pitches, key=lambda name: pitches[name])
     for asked, reply in zip(questions, replies, strict=True):
-        assert asked.voice is not None
         texts.append(reply.text)
         heard.append(transcribe(reply.audio))
-        taught.append(transcribe(speak(reply.text, SPEAKERS[asked.voice])) if reply.text else "")
-        voices += (pitch(reply.audio) < boundary) == (asked.voice == low)
+        voices += voice_of(reply.audio) == asked.voice
         spoken_words = len(fold(reply.text))
         missed = errors(reply.text, heard[-1])
         words += spoken_words
         found += max(0, spoken_words - missed)
-        frames = len(reply.audio) / _FRAME / max(1, spoken_words)
+        frames = len(reply.audio) / FRAME / max(1, spoken_words)
         lengths += reply.finish_reason == "stop" and _FRAMES_PER_WORD[0] <= frames <= _FRAMES_PER_WORD[1]
         if missed:
             print(f"  {asked.voice}: {reply.text!r} heard as {heard[-1]!r}", file=sys.stderr)
     return {
         "wer": round(100 * word_error_rate(texts, heard), 2),
-        "wer_teacher": round(100 * word_error_rate(texts, taught), 2),
         "words_right": round(found / max(1, words), 4),
         "lengths_right": round(lengths / len(replies), 4),
         "voices_right": round(voices / len(replies), 4),
     }
 
 
-async def evaluate(checkpoint: Path, count: int) -> dict[str, Any]:
+def score_teacher(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
+    """Word errors of the teacher, saying the same texts in the same voices."""
+    texts = [reply.text for reply in replies]
+    taught = [
+        transcribe(speak(reply.text, SPEAKERS[asked.voice]))
+        for asked, reply in zip(questions, replies, strict=True)
+        if asked.voice is not None
+    ]
+    return {"wer_teacher": round(100 * word_error_rate(texts, taught), 2)}
+
+
+async def evaluate(model: str, count: int, log: Path) -> dict[str, Any]:
     """Everything, as one JSON object: by kind of question."""
     report: dict[str, Any] = {}
-    async with served(checkpoint, checkpoint.with_name(f"{checkpoint.name}.serve.log")) as url:
+    async with served(model, log) as url:
         questions = written(count)
         replies = await ask_all(url, questions, CONCURRENCY)
         report["written"] = score_text(questions, replies) | score_speech(questions, replies)
+        report["written"] |= score_teacher(questions, replies)
         questions = digits(32)
         replies = await ask_all(url, questions, len(questions))
         report["digits"] = score_text(questions, replies) | score_speech(questions, replies)
@@ -255,10 +261,11 @@ async def evaluate(checkpoint: Path, count: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("model", help="a checkpoint folder, or tiny")
     parser.add_argument("--count", type=int, default=200, help="questions of each kind")
+    parser.add_argument("--log", type=Path, default=Path("evaluate.serve.log"), help="where the server's output goes")
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(evaluate(arguments.checkpoint, arguments.count)), indent=1))
+    print(json.dumps(asyncio.run(evaluate(arguments.model, arguments.count, arguments.log)), indent=1))
 
 
 if __name__ == "__main__":

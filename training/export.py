@@ -18,6 +18,7 @@ from training.parts import text_embedding
 from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.published import meta_model, published_name, split
+from triptych.models.qwen3_omni.synthetic_cache import MARKER
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id, write_tokenizer
 
 STORED = torch.float16  # half the size; config.json says float32, so every loader computes in that
@@ -80,6 +81,7 @@ def export(work: Path, folder: Path) -> None:
     staging.mkdir(parents=True)
     _write_json(staging / "config.json", raw)
     _write_json(staging / "generation_config.json", _generation(tokenizer))
+    _write_json(staging / MARKER, {"trained": "training/, see docs/training.md"})
     write_tokenizer(tokenizer, staging)
     _write_json(staging / "preprocessor_config.json", preprocessor_config())
     save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})

@@ -6,6 +6,8 @@ import numpy as np
 
 from training.teacher import SAMPLE_RATE, Waveform
 
+LOWER_VOICE, HIGHER_VOICE = "ethan", "chelsie"
+_BOUNDARY = 135  # Hz, between the two teachers': about 101 and 174
 _LOWEST, _HIGHEST = 70, 300  # Hz
 _WINDOW, _HOP = 1200, 600
 _QUIET = 1e-3  # energy per sample
@@ -26,3 +28,8 @@ def pitch(waveform: Waveform) -> float:
         if correlation[lag] > _VOICED * energy:
             found.append(SAMPLE_RATE / lag)
     return float(np.median(found)) if found else 0.0
+
+
+def voice_of(waveform: Waveform) -> str:
+    """Which of the two voices speaks."""
+    return LOWER_VOICE if pitch(waveform) < _BOUNDARY else HIGHER_VOICE

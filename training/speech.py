@@ -1,4 +1,4 @@
-"""The speech data of the codec: sentences of the domain, spoken by the teacher's voices in turn."""
+"""The speech that codec and Talker learn from: sentences of the domain, spoken by the teacher's voices in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from training.domain import Split, sentences
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
-TRAIN_SENTENCES, HELD_OUT_SENTENCES = 4000, 200
+TRAIN_SENTENCES, HELD_OUT_SENTENCES = 12_000, 300
 
 
 def speech_store(work: Path, split: Split = "train") -> SpeechStore:

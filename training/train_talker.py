@@ -55,11 +55,13 @@ class SpokenExamples:
         question = styled(source, sample.question)
         if source.random() < MEDIA_PROMPTS:
             question = with_media(source, question)
-        return self.example(sample, question, answer, source.choice(list(SPEAKERS)))
+        return self.example(sample, question, answer, source.choice(self.bank.voices(answer)))
 
-    def example(self, sample: Sample, question: str, answer: str, speaker: str) -> SpeechExample:
+    def example(self, sample: Sample, question: str, answer: str, voice: str) -> SpeechExample:
+        """Frames of one answer in one of the teacher's voices, behind a sample's conversation."""
         prompt = chat(self.tokenizer, sample.history, question)
-        frames = self.bank.frames(answer, SPEAKERS[speaker])
+        frames = self.bank.frames(answer, voice)
+        [speaker] = [name for name, teacher in SPEAKERS.items() if teacher == voice]
         return speech_example(prompt, self.tokenizer.encode(answer).ids, frames.tolist(), speaker, self.config)
 
 
@@ -155,15 +157,17 @@ class Batch:
 
 @torch.no_grad()
 def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: int = 128) -> dict[str, float]:
-    """Mean losses and accuracies over held-out answers, half of them in each voice."""
+    """Mean losses and accuracies over held-out answers, each in one of the voices that spoke it."""
     trainee.eval()
     rng = random.Random(0)
     held_out = [sample for sample in samples(4 * count, "held_out") if sample.answer in examples.bank][:count]
     totals: dict[str, float] = {}
     size = 16
     chosen = [
-        examples.example(sample, styled(rng, sample.question), sample.answer, list(SPEAKERS)[index % len(SPEAKERS)])
-        for index, sample in enumerate(held_out)
+        examples.example(
+            sample, styled(rng, sample.question), sample.answer, rng.choice(examples.bank.voices(sample.answer))
+        )
+        for sample in held_out
     ]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     for part in batches:
@@ -173,13 +177,13 @@ def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: 
     return {name: round(value, 4) for name, value in totals.items()}
 
 
-def train(work: Path, steps: int, *, count: int | None = None) -> None:
+def train(work: Path, steps: int) -> None:
     """Train to step `steps`, from the last saved step on."""
     folder = work / "talker"
     tokenizer = build_tokenizer()
     raw = tiny_config(tokenizer)
     config = parse_config(raw)
-    examples = SpokenExamples(build_bank(work, "train", count), tokenizer, config)
+    examples = SpokenExamples(build_bank(work, "train"), tokenizer, config)
     held_out = SpokenExamples(build_bank(work, "held_out"), tokenizer, config)
     pad, codebook = config.tts_pad_token_id, raw["code2wav_config"]["codebook_size"]
     torch.manual_seed(SEED)
@@ -222,10 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--sentences", type=int, help="of the training bank; the default is all")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.work, arguments.steps, count=arguments.sentences)
+    train(arguments.work, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,11 @@ CONTENTS = (
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("server")
     deploy = folder / "deploy.yaml"
     deploy.write_text(f"base_config: tiny_cpu\nrequest_timeout_s: {TIMEOUT_S}\n", encoding="utf-8")
-    with LiveServer(tiny, "--api-key", f"{KEY}\n", log=folder / "log", deploy=deploy) as server:
+    with LiveServer(nano, "--api-key", f"{KEY}\n", log=folder / "log", deploy=deploy) as server:
         yield server
 
 
@@ -65,7 +65,7 @@ def client(server: LiveServer) -> Iterator[httpx.Client]:
 def body(fields: str = "", content: str = '"Hi."', max_tokens: int = 1) -> str:
     """A request as text, so that it can be wrong in any way. `fields` come last and win."""
     messages = f'[{{"role": "user", "content": {content}}}]'
-    return f'{{"model": "tiny", "messages": {messages}, "max_tokens": {max_tokens}{fields}}}'
+    return f'{{"model": "nano", "messages": {messages}, "max_tokens": {max_tokens}{fields}}}'
 
 
 def post(client: httpx.Client, content: str) -> httpx.Response:
@@ -134,8 +134,8 @@ def test_a_body_full_of_errors_costs_no_more_than_one(client: httpx.Client) -> N
     millions = ", ".join(["1"] * 10**6)
     names = ", ".join(f'"k{number}": 1' for number in range(10**5))
     bodies = [
-        f'{{"model": "tiny", "messages": [{millions}]}}',
-        f'{{"model": "tiny", {names}}}',
+        f'{{"model": "nano", "messages": [{millions}]}}',
+        f'{{"model": "nano", {names}}}',
         body(f', "stop_token_ids": [{millions.replace("1", "[]")}]'),
         body(f', "logit_bias": {{{names}}}'),
         body(f', "metadata": {{{names}}}'),
@@ -230,7 +230,7 @@ def random_request(number: int) -> dict[str, Any]:
     draw = random.Random(number)
     content = "".join(draw.choice("abc déf 😀 <|im_end|>") for _ in range(draw.randint(0, 40)))
     request: dict[str, Any] = {
-        "model": "tiny",
+        "model": "nano",
         "messages": [{"role": "user", "content": content}],
         "temperature": draw.choice([0, 0.7, 1.5]),
         "max_tokens": draw.choice([1, 2, 10, 30]),
@@ -298,8 +298,8 @@ def check_answer(request: dict[str, Any], answer: dict[str, Any], processor: Pro
         assert details["audio_tokens"] <= request["sampling_params_list"][1]["max_tokens"]
 
 
-def test_counters_and_usage_say_what_was_sent(server: LiveServer, tiny: Path) -> None:
-    processor = Processor(tiny)
+def test_counters_and_usage_say_what_was_sent(server: LiveServer, nano: Path) -> None:
+    processor = Processor(nano)
     requests = [random_request(number) for number in range(60)]
     before = server.metrics()
 

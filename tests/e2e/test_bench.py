@@ -20,8 +20,8 @@ REQUESTS = 6
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with LiveServer(tiny, log=tmp_path_factory.mktemp("server") / "log") as server:
+def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer(nano, log=tmp_path_factory.mktemp("server") / "log") as server:
         yield server
 
 
@@ -40,7 +40,7 @@ def test_the_client_and_the_server_count_the_same(server: LiveServer, tmp_path: 
     result = tmp_path / "result.json"
     done = bench(
         server.url,
-        *("--model", "tiny", "--modalities", "text,audio", "--voice", "chelsie", "--num-prompts", str(REQUESTS)),
+        *("--model", "nano", "--modalities", "text,audio", "--voice", "chelsie", "--num-prompts", str(REQUESTS)),
         *("--num-warmups", "0", "--max-concurrency", "3", "--random-input-len", "12", "--random-output-len", "16"),
         *("--ignore-eos", "--extra-body", '{"seed": 7}', "--goodput", "ttft:60000", "--goodput", "rtf:1000"),
         *("--result-json", str(result), "--save-detailed", "--fail-on-error"),

@@ -48,7 +48,7 @@ def requests() -> list[dict[str, Any]]:
         tokens, frames = [(12, 8), (70, 40)][index // 4]
         made.append(
             {
-                "model": "tiny",
+                "model": "nano",
                 "messages": [{"role": "user", "content": f"Again, {'and again, ' * index}please."}],
                 "modalities": modalities,
                 "seed": index,
@@ -158,10 +158,10 @@ class Crowd:
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "deploy.yaml").write_text(DEPLOY, encoding="utf-8")
-    with LiveServer(tiny, log=folder / "log", deploy=folder / "deploy.yaml") as server:
+    with LiveServer(nano, log=folder / "log", deploy=folder / "deploy.yaml") as server:
         yield server
 
 
@@ -182,7 +182,7 @@ def memory(server: LiveServer) -> dict[int, int]:
 def show_picture(server: LiveServer) -> None:
     picture = base64.b64encode(image_file(Image.fromarray(noise(40, 60)))).decode()
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}}
-    body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+    body = {"model": "nano", "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
     httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
 
 

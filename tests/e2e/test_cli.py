@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, real signals, the tiny model."""
+"""The command line as a user meets it: real processes, real signals, the nano model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Served:
     """A `triptych serve` that has said it is ready, or is still loading."""
 
     def __init__(self, environment: dict[str, str], *arguments: str) -> None:
-        command = [*TRIPTYCH, "serve", "tiny", "--port", "0", *arguments]
+        command = [*TRIPTYCH, "serve", "nano", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         self.log: list[str] = []
         self.url = ""
@@ -98,7 +98,7 @@ def test_help_and_version_come_at_once(environment: dict[str, str]) -> None:
 def test_dry_run_prints_a_deploy_file_with_every_flag_in_it(environment: dict[str, str], tmp_path: Path) -> None:
     overrides = '{"1": {"max_num_seqs": 3, "default_sampling_params": {"temperature": 0.4}}}'
     flags = ["--no-async-chunk", "--stage-init-timeout", "12", "--stage-overrides", overrides, "--omni"]
-    done = run(environment, "serve", "tiny", *flags, "--dry-run")
+    done = run(environment, "serve", "nano", *flags, "--dry-run")
     assert done.returncode == 0, done.stderr
     printed = tmp_path / "printed.yaml"
     printed.write_text(done.stdout, encoding="utf-8")
@@ -106,17 +106,17 @@ def test_dry_run_prints_a_deploy_file_with_every_flag_in_it(environment: dict[st
     assert (deploy.async_chunk, deploy.stage_init_timeout_s) == (False, 12.0)
     assert deploy.stages[1].max_num_seqs == 3
     assert deploy.stages[1].default_sampling_params["temperature"] == 0.4
-    alone = yaml.safe_load(run(environment, "serve", "tiny", "--text-only", "--dry-run").stdout)
+    alone = yaml.safe_load(run(environment, "serve", "nano", "--text-only", "--dry-run").stdout)
     assert [stage["stage"] for stage in alone["stages"]] == ["thinker"]
 
 
 def test_what_requests_may_name_is_in_the_dry_run(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "clips").mkdir()
     domains = ["--allowed-media-domains", "a.com, b.org", "--allowed-media-domains", "c.net"]
-    done = run(environment, "serve", "tiny", "--allowed-local-media-path", "clips", *domains, "--dry-run", cwd=tmp_path)
+    done = run(environment, "serve", "nano", "--allowed-local-media-path", "clips", *domains, "--dry-run", cwd=tmp_path)
     media = yaml.safe_load(done.stdout)["media"]
     assert media["local_path"] == str(tmp_path / "clips") and media["allowed_domains"] == ["a.com", "b.org", "c.net"]
-    none = run(environment, "serve", "tiny", "--allowed-local-media-path", "", "--dry-run")
+    none = run(environment, "serve", "nano", "--allowed-local-media-path", "", "--dry-run")
     assert yaml.safe_load(none.stdout)["media"]["local_path"] == ""
 
 
@@ -124,7 +124,7 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
     file = tmp_path / "mine.yaml"
     file.write_text("base_config: tiny_cpu\nmax_queued_requests: 7\n", encoding="utf-8")
     for flag in ("--deploy-config", "--stage-configs-path"):
-        done = run(environment, "serve", "tiny", flag, str(file), "--dry-run")
+        done = run(environment, "serve", "nano", flag, str(file), "--dry-run")
         assert yaml.safe_load(done.stdout)["max_queued_requests"] == 7
 
 
@@ -132,26 +132,26 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
     ("arguments", "message"),
     [
         (["serve", "no/where/at-all"], "is not a checkpoint folder"),
-        (["serve", "tiny", "--deploy-config", "nope"], "neither a file nor a profile"),
-        (["serve", "tiny", "--stage-overrides", '{"1": {"num_replicas": 2}}'], "stages[1].num_replicas"),
-        (["serve", "tiny", "--stage-overrides", '{"1": {"max_seqs": 2}}'], "did you mean 'max_num_seqs'"),
-        (["serve", "tiny", "--stage-overrides", "{"], "--stage-overrides: not JSON"),
-        (["serve", "tiny", "--stage-overrides", '{"0": {"devices": "cuda:0"}}'], "the platform is cpu"),
-        (["serve", "tiny", "--stage-init-timeout", "-1"], "stage_init_timeout_s: -1.0 is not a positive number"),
-        (["serve", "tiny", "--omni", "--text-only"], "give one of them"),
-        (["serve", "tiny", "--api-key", " "], "the API key is empty"),
-        (["serve", "tiny", "--log-level", "loud"], "loud"),
-        (["generate", "tiny", "--prompt", "x", "--modalities", "text,audio"], "give --out"),
-        (["generate", "tiny", "--prompt", "x", "--out", "no/such/a.wav"], "is not a folder"),
-        (["generate", "tiny", "--prompt", "x", "--modalities", "video"], "must be text, or text,audio"),
-        (["generate", "tiny", "--prompt", "x", "--voice", "chelsie"], "--voice is for speech"),
-        (["generate", "tiny"], "give --prompt, --image, --audio or --video"),
-        (["generate", "tiny", "--image", "no/such.png"], "--image 'no/such.png' is not a file"),
-        (["generate", "tiny", "--prompt", "x", "--use-audio-in-video"], "give --video as well"),
-        (["generate", "tiny", "--video", "https://x/a.mp4", "--fps", "0"], "'mm_processor_kwargs.fps'"),
-        (["serve", "tiny", "--allowed-media-domains", ","], "names no host"),
-        (["serve", "tiny", "--allowed-local-media-path", "no/where"], "media.local_path"),
-        (["serve", "tiny", "--limit-mm-per-prompt", "{}"], "media.max_parts"),
+        (["serve", "nano", "--deploy-config", "nope"], "neither a file nor a profile"),
+        (["serve", "nano", "--stage-overrides", '{"1": {"num_replicas": 2}}'], "stages[1].num_replicas"),
+        (["serve", "nano", "--stage-overrides", '{"1": {"max_seqs": 2}}'], "did you mean 'max_num_seqs'"),
+        (["serve", "nano", "--stage-overrides", "{"], "--stage-overrides: not JSON"),
+        (["serve", "nano", "--stage-overrides", '{"0": {"devices": "cuda:0"}}'], "the platform is cpu"),
+        (["serve", "nano", "--stage-init-timeout", "-1"], "stage_init_timeout_s: -1.0 is not a positive number"),
+        (["serve", "nano", "--omni", "--text-only"], "give one of them"),
+        (["serve", "nano", "--api-key", " "], "the API key is empty"),
+        (["serve", "nano", "--log-level", "loud"], "loud"),
+        (["generate", "nano", "--prompt", "x", "--modalities", "text,audio"], "give --out"),
+        (["generate", "nano", "--prompt", "x", "--out", "no/such/a.wav"], "is not a folder"),
+        (["generate", "nano", "--prompt", "x", "--modalities", "video"], "must be text, or text,audio"),
+        (["generate", "nano", "--prompt", "x", "--voice", "chelsie"], "--voice is for speech"),
+        (["generate", "nano"], "give --prompt, --image, --audio or --video"),
+        (["generate", "nano", "--image", "no/such.png"], "--image 'no/such.png' is not a file"),
+        (["generate", "nano", "--prompt", "x", "--use-audio-in-video"], "give --video as well"),
+        (["generate", "nano", "--video", "https://x/a.mp4", "--fps", "0"], "'mm_processor_kwargs.fps'"),
+        (["serve", "nano", "--allowed-media-domains", ","], "names no host"),
+        (["serve", "nano", "--allowed-local-media-path", "no/where"], "media.local_path"),
+        (["serve", "nano", "--limit-mm-per-prompt", "{}"], "media.max_parts"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_with_status_2(
@@ -170,7 +170,7 @@ def test_a_port_in_use_is_found_before_anything_is_loaded(environment: dict[str,
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = run(environment, "serve", "tiny", "--port", str(port))
+        done = run(environment, "serve", "nano", "--port", str(port))
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
     assert "load" not in done.stderr
@@ -207,11 +207,11 @@ def test_generate_gives_the_bytes_that_the_server_streams(
 ) -> None:
     out = tmp_path / "answer.wav"
     done = run(
-        environment, "generate", "tiny", "--prompt", "hello", "--seed", "5", "--max-tokens", "12", "--out", str(out)
+        environment, "generate", "nano", "--prompt", "hello", "--seed", "5", "--max-tokens", "12", "--out", str(out)
     )
     assert done.returncode == 0, done.stderr
     body = {
-        "model": "tiny",
+        "model": "nano",
         "messages": [{"role": "user", "content": "hello"}],
         "modalities": ["text", "audio"],
         "audio": {"format": "pcm16"},
@@ -235,7 +235,7 @@ def test_generate_gives_the_bytes_that_the_server_streams(
 
 
 def test_generate_writes_text_alone_without_speech_stages(environment: dict[str, str]) -> None:
-    done = run(environment, "generate", "tiny", "--prompt", "hello", "--system", "Be brief.", "--max-tokens", "5")
+    done = run(environment, "generate", "nano", "--prompt", "hello", "--system", "Be brief.", "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     assert "5 tokens, finish_reason length" in done.stderr
@@ -247,25 +247,25 @@ def test_generate_looks_listens_and_needs_no_prompt(environment: dict[str, str],
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
         file.writeframes(bytes(32_000))
     media = ["--image", "red.png", "--audio", "clip.wav", "--image", str(tmp_path / "red.png")]
-    done = run(environment, "generate", "tiny", *media, "--max-tokens", "5", cwd=tmp_path)
+    done = run(environment, "generate", "nano", *media, "--max-tokens", "5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "5 tokens, finish_reason length" in done.stderr
     (tmp_path / "broken.png").write_bytes(b"no image")
-    done = run(environment, "generate", "tiny", "--image", "broken.png", cwd=tmp_path)
+    done = run(environment, "generate", "nano", "--image", "broken.png", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith("triptych: --image 'broken.png': this is not an image")
 
 
 def test_what_generate_and_a_dry_run_cannot_do_is_told_at_once(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(environment, "generate", "tiny", "--prompt", "x", "--out", str(tmp_path / "a.mp3"))
+    done = run(environment, "generate", "nano", "--prompt", "x", "--out", str(tmp_path / "a.mp3"))
     assert done.returncode == 2 and ".wav" in done.stderr
-    done = run(environment, "serve", "tiny", "--allowed-local-media-path", str(tmp_path / "none"), "--dry-run")
+    done = run(environment, "serve", "nano", "--allowed-local-media-path", str(tmp_path / "none"), "--dry-run")
     assert done.returncode == 2 and "media.local_path" in done.stderr and not done.stdout
-    done = run(environment, "serve", "tiny", "--allowed-media-domains", "http://a.org", "--dry-run")
+    done = run(environment, "serve", "nano", "--allowed-media-domains", "http://a.org", "--dry-run")
     assert done.returncode == 2 and "not the name of a host" in done.stderr
 
 
 def test_a_voice_that_is_not_there_is_refused_with_those_that_are(environment: dict[str, str], tmp_path: Path) -> None:
-    done = run(environment, "generate", "tiny", "--prompt", "x", "--voice", "nope", "--out", str(tmp_path / "a.wav"))
+    done = run(environment, "generate", "nano", "--prompt", "x", "--voice", "nope", "--out", str(tmp_path / "a.wav"))
     assert done.returncode == 2
     assert "chelsie" in done.stderr
 

@@ -21,11 +21,11 @@ DECODERS = (0, 1)
 SMALL_CACHE = {"max_model_len": 384, "num_kv_blocks": 25}  # one context and the trash block: the rest is preempted
 
 
-def answers(tiny: Path, tmp_path: Path, deploy: dict[str, Any]) -> Sequence[OmniOutput]:
+def answers(nano: Path, tmp_path: Path, deploy: dict[str, Any]) -> Sequence[OmniOutput]:
     """What a deployment says to PROMPTS, all at once."""
     file = tmp_path / "deploy.yaml"
     file.write_text(yaml.safe_dump({"base_config": "tiny_cpu", **deploy}), encoding="utf-8")
-    with Omni(tiny, deploy_config=file, platform="cpu") as omni:
+    with Omni(nano, deploy_config=file, platform="cpu") as omni:
         outputs = omni.generate(
             PROMPTS, modalities=("text", "audio"), seed=list(range(len(PROMPTS))), thinker={"max_tokens": 24}
         )
@@ -43,8 +43,8 @@ def connector(**extra: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Sequence[OmniOutput]:
-    outputs = answers(tiny, tmp_path_factory.mktemp("plain"), {})
+def expected(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Sequence[OmniOutput]:
+    outputs = answers(nano, tmp_path_factory.mktemp("plain"), {})
     assert sum(output.audio_frames for output in outputs) > 50
     return outputs
 
@@ -70,33 +70,33 @@ DEPLOYMENTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("deploy", DEPLOYMENTS.values(), ids=DEPLOYMENTS)
 def test_a_deployment_gives_the_bytes_of_the_plain_one(
-    tiny: Path, tmp_path: Path, expected: Sequence[OmniOutput], deploy: dict[str, Any]
+    nano: Path, tmp_path: Path, expected: Sequence[OmniOutput], deploy: dict[str, Any]
 ) -> None:
-    for output, plain in zip(answers(tiny, tmp_path, deploy), expected, strict=True):
+    for output, plain in zip(answers(nano, tmp_path, deploy), expected, strict=True):
         assert (output.text, output.finish_reason) == (plain.text, plain.finish_reason)
         assert output.audio is not None and plain.audio is not None
         assert np.array_equal(output.audio, plain.audio)
 
 
-def test_pieces_of_one_frame_are_the_same_sound(tiny: Path, tmp_path: Path, expected: Sequence[OmniOutput]) -> None:
+def test_pieces_of_one_frame_are_the_same_sound(nano: Path, tmp_path: Path, expected: Sequence[OmniOutput]) -> None:
     deploy = {"connectors": connector(initial_codec_chunk_frames=1, codec_chunk_frames=1)}
-    for output, plain in zip(answers(tiny, tmp_path, deploy), expected, strict=True):
+    for output, plain in zip(answers(nano, tmp_path, deploy), expected, strict=True):
         assert output.text == plain.text
         assert output.audio is not None and plain.audio is not None
         np.testing.assert_allclose(output.audio, plain.audio, rtol=0, atol=2e-5)
 
 
-def test_half_precision_with_more_threads_than_cores_answers_in_time(tiny: Path, tmp_path: Path) -> None:
+def test_half_precision_with_more_threads_than_cores_answers_in_time(nano: Path, tmp_path: Path) -> None:
     threads = 2 * len(os.sched_getaffinity(0))
     options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": False, "threads": min(threads, 16)}
-    for output in answers(tiny, tmp_path, {"stages": stages(**options)}):
+    for output in answers(nano, tmp_path, {"stages": stages(**options)}):
         assert output.text
         assert output.audio is not None
         assert output.audio.size == max(0, output.audio_frames * 1920 - 555)
 
 
-def test_speech_that_cannot_be_written_is_one_line(tiny: Path) -> None:
-    command = [sys.executable, "-m", "triptych", "generate", str(tiny), "--prompt", "hello", "--out"]
+def test_speech_that_cannot_be_written_is_one_line(nano: Path) -> None:
+    command = [sys.executable, "-m", "triptych", "generate", str(nano), "--prompt", "hello", "--out"]
     for out, status, message in (
         ("/dev/full", 1, "/dev/full cannot be written: No space left on device"),
         ("/dev/null/x.wav", 2, "/dev/null is not a folder"),

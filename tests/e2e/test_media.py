@@ -68,10 +68,10 @@ VIDEO = {"type": "video_url", "video_url": {"url": url(mp4(sound=True), "video/m
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("server")
     (folder / "media").mkdir()
-    with LiveServer(tiny, "--allowed-local-media-path", str(folder / "media"), log=folder / "log") as server:
+    with LiveServer(nano, "--allowed-local-media-path", str(folder / "media"), log=folder / "log") as server:
         yield server
         wait_until(lambda: not server.held(), 10 * HEARTBEAT_S, server.held)
 
@@ -84,7 +84,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, *parts: Any, **fields: Any) -> Any:
-    options = {"model": "tiny", "max_tokens": 8, "seed": 3} | fields
+    options = {"model": "nano", "max_tokens": 8, "seed": 3} | fields
     messages: Any = options.pop("messages", [{"role": "user", "content": [*parts, TEXT]}])
     return client.chat.completions.create(messages=messages, **options)
 
@@ -240,7 +240,7 @@ def test_the_metrics_tell_what_was_loaded(client: openai.OpenAI, server: LiveSer
     assert after["media_decode_seconds_total"][""] > before["media_decode_seconds_total"][""]
 
 
-def test_the_python_api_reads_what_the_server_reads(client: openai.OpenAI, tiny: Path, tmp_path: Path) -> None:
+def test_the_python_api_reads_what_the_server_reads(client: openai.OpenAI, nano: Path, tmp_path: Path) -> None:
     """As files, bytes, arrays or images: the same answers and counts as over HTTP."""
     files = {"image": png(), "audio": wav(), "video": mp4(sound=True)}
     for kind, data in files.items():
@@ -254,7 +254,7 @@ def test_the_python_api_reads_what_the_server_reads(client: openai.OpenAI, tiny:
         [{"type": "video", "video": (tmp_path / "video").read_bytes()}],
     ]
     prompts = [[{"role": "user", "content": [*parts, TEXT]}] for parts in conversations]
-    with Omni(str(tiny), deploy_config="tiny_cpu", platform="cpu", text_only=True) as omni:
+    with Omni(str(nano), deploy_config="tiny_cpu", platform="cpu", text_only=True) as omni:
         missing = [{"role": "user", "content": [{"type": "image", "image": tmp_path / "nothing"}]}]
         *outputs, bad = omni.generate(
             [*prompts, missing], thinker={"max_tokens": 8}, mm_processor_kwargs={"use_audio_in_video": True}

@@ -77,8 +77,8 @@ class Features:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: Path, files: list[CorpusFile]) -> Features:
-    return Features(tiny, files)
+def expected(nano: Path, files: list[CorpusFile]) -> Features:
+    return Features(nano, files)
 
 
 def test_the_corpus_is_large_and_its_files_hold_what_they_say(files: list[CorpusFile]) -> None:
@@ -103,9 +103,9 @@ def test_the_corpus_is_large_and_its_files_hold_what_they_say(files: list[Corpus
 
 
 async def test_workers_make_the_features_of_a_plain_decode(
-    tiny: Path, files: list[CorpusFile], expected: Features
+    nano: Path, files: list[CorpusFile], expected: Features
 ) -> None:
-    loader = Loader(LIMITS, str(tiny))
+    loader = Loader(LIMITS, str(nano))
     wrong: dict[str, str] = {}
     try:
         for file in of(files, "good"):
@@ -144,14 +144,14 @@ def differs(features: MediaFeatures | None, right: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path, files: list[CorpusFile], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(nano: Path, files: list[CorpusFile], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("server")
     plain = msgspec.to_builtins(MediaConfig())
     limits = {key: value for key, value in msgspec.to_builtins(LIMITS).items() if value != plain[key]}
     limits |= {"local_path": str(files[0].path.parents[1]), "worker_memory_bytes": WORKER_BYTES}
     deploy = folder / "deploy.yaml"
     deploy.write_text(yaml.safe_dump({"base_config": "tiny_cpu", "media": limits}), encoding="utf-8")
-    with LiveServer(tiny, log=folder / "log", deploy=deploy) as live:
+    with LiveServer(nano, log=folder / "log", deploy=deploy) as live:
         yield live
 
 
@@ -173,7 +173,7 @@ def asked(file: CorpusFile, number: int) -> dict[str, Any]:
     part["type"] = next(iter(part))
     sound: dict[str, Any] = {"use_audio_in_video": True} if file.use_audio_in_video else {}
     return {
-        "model": "tiny",
+        "model": "nano",
         "messages": [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}],
         "max_tokens": 2,
         "mm_processor_kwargs": SMALL | (sound if number % 2 else {}),
@@ -183,7 +183,7 @@ def asked(file: CorpusFile, number: int) -> dict[str, Any]:
 def works(client: httpx.Client, server: LiveServer) -> bool:
     """Whether the server is ready and answers in words."""
     words = [{"role": "user", "content": "Hello."}]
-    answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": words, "max_tokens": 2})
+    answer = client.post("/v1/chat/completions", json={"model": "nano", "messages": words, "max_tokens": 2})
     return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0 and server.ready()
 
 

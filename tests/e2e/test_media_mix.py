@@ -31,7 +31,7 @@ async def ask_all(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[
 
         async def ask(body: dict[str, Any]) -> tuple[Any, ...]:
             async with room:
-                response = await client.post("/v1/chat/completions", json={"model": "tiny"} | body)
+                response = await client.post("/v1/chat/completions", json={"model": "nano"} | body)
             answer = response.json()
             assert response.status_code == 200, answer
             message = answer["choices"][0]["message"]
@@ -44,16 +44,16 @@ async def ask_all(url: str, bodies: list[dict[str, Any]], at_once: int) -> list[
 
 
 @pytest.mark.timeout(600)
-async def test_mixed_requests_at_once_and_cached_equal_each_alone_and_cold(tiny: Path, tmp_path: Path) -> None:
+async def test_mixed_requests_at_once_and_cached_equal_each_alone_and_cold(nano: Path, tmp_path: Path) -> None:
     bodies = mixed_requests(COUNT, seed=11)
     (tmp_path / "cached.yaml").write_text(CACHED, encoding="utf-8")
     (tmp_path / "cold.yaml").write_text(COLD, encoding="utf-8")
-    with LiveServer(tiny, log=tmp_path / "cached.log", deploy=tmp_path / "cached.yaml") as server:
+    with LiveServer(nano, log=tmp_path / "cached.log", deploy=tmp_path / "cached.yaml") as server:
         together = await ask_all(server.url, bodies, AT_ONCE)
         metrics = server.metrics()
         assert metrics["media_cache_hits_total"][""] > 0
         wait_until(lambda: not server.held(), 4 * HEARTBEAT_S, server.held)
-    with LiveServer(tiny, log=tmp_path / "cold.log", deploy=tmp_path / "cold.yaml") as server:
+    with LiveServer(nano, log=tmp_path / "cold.log", deploy=tmp_path / "cold.yaml") as server:
         alone = await ask_all(server.url, bodies, 1)
     assert together == alone
     assert len({text for text, *_ in alone}) > COUNT // 2  # the answers tell the requests apart

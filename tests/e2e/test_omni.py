@@ -14,8 +14,8 @@ from triptych.errors import ConfigError, RequestError, TriptychError
 
 
 @pytest.fixture(scope="module")
-def omni(tiny: Path) -> Iterator[Omni]:
-    with Omni(str(tiny), deploy_config="tiny_cpu", platform="cpu") as loaded:
+def omni(nano: Path) -> Iterator[Omni]:
+    with Omni(str(nano), deploy_config="tiny_cpu", platform="cpu") as loaded:
         yield loaded
 
 
@@ -103,14 +103,14 @@ def test_numpy_integers_are_seeds(omni: Omni) -> None:
     ],
 )
 def test_what_cannot_be_launched_is_refused_before_anything_starts(
-    tiny: Path, options: dict[str, Any], complaint: str
+    nano: Path, options: dict[str, Any], complaint: str
 ) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Omni(tiny, **options)
+        Omni(nano, **options)
 
 
-def test_a_closed_omni_says_so(tiny: Path) -> None:
-    loaded = Omni(str(tiny), deploy_config="tiny_cpu", platform="cpu", text_only=True)
+def test_a_closed_omni_says_so(nano: Path) -> None:
+    loaded = Omni(str(nano), deploy_config="tiny_cpu", platform="cpu", text_only=True)
     loaded.close()
     loaded.close()
     with pytest.raises(TriptychError, match="closed"):

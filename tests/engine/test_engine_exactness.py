@@ -42,8 +42,8 @@ def assert_same(ours: Reply, reference: Reply) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path) -> dict[int, Reply]:
-    bench = Bench(tiny)
+def reference(nano: Path) -> dict[int, Reply]:
+    bench = Bench(nano)
     return {index: alone(bench, prompt, index) for index, prompt in enumerate(prompts(bench, 12))}
 
 
@@ -58,8 +58,8 @@ def reference(tiny: Path) -> dict[int, Reply]:
         pytest.param({"window": 1}, id="back-pressure"),
     ],
 )
-def test_batched_equals_alone(tiny: Path, reference: dict[int, Reply], stage: dict[str, int]) -> None:
-    bench = Bench(tiny, **stage)  # type: ignore[arg-type]
+def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: dict[str, int]) -> None:
+    bench = Bench(nano, **stage)  # type: ignore[arg-type]
     for index, prompt in enumerate(prompts(bench, 12)):
         text, speech = params(index)
         bench.submit(f"batch-{index}", prompt, thinker=text, talker=speech)
@@ -72,9 +72,9 @@ def test_batched_equals_alone(tiny: Path, reference: dict[int, Reply], stage: di
         assert stage_.scheduler.pool.num_used == 0
 
 
-def test_text_that_comes_late_equals_text_that_comes_at_once(tiny: Path, reference: dict[int, Reply]) -> None:
+def test_text_that_comes_late_equals_text_that_comes_at_once(nano: Path, reference: dict[int, Reply]) -> None:
     """The Talker steps once for every time that the Thinker does, or starts when all text is there."""
-    bench = Bench(tiny)
+    bench = Bench(nano)
     prompt = prompts(bench, 12)[5]
     text, speech = params(5)
     bench.submit("late", prompt, thinker=text, talker=speech)
@@ -83,9 +83,9 @@ def test_text_that_comes_late_equals_text_that_comes_at_once(tiny: Path, referen
     assert_same(bench.replies["late"], reference[5])
 
 
-def test_cached_prefix_equals_cold(tiny: Path, reference: dict[int, Reply]) -> None:
-    bench = Bench(tiny)
-    warm = Bench(tiny, enable_prefix_caching=True)
+def test_cached_prefix_equals_cold(nano: Path, reference: dict[int, Reply]) -> None:
+    bench = Bench(nano)
+    warm = Bench(nano, enable_prefix_caching=True)
     index = max(range(12), key=lambda i: len(prompts(bench, 12)[i]))
     prompt = prompts(bench, 12)[index]
     assert_same(alone(warm, prompt, index), reference[index])
@@ -96,8 +96,8 @@ def test_cached_prefix_equals_cold(tiny: Path, reference: dict[int, Reply]) -> N
     assert warm.thinker.scheduler.pool.num_hit_tokens > 0
 
 
-def test_same_seed_same_audio_other_seed_other_audio(tiny: Path) -> None:
-    bench = Bench(tiny)
+def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
+    bench = Bench(nano)
     prompt = bench.prompt(40, 41, 42)
     audio = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -109,8 +109,8 @@ def test_same_seed_same_audio_other_seed_other_audio(tiny: Path) -> None:
     assert audio["a"].shape != audio["c"].shape or not np.array_equal(audio["a"], audio["c"])
 
 
-def test_abort_frees_everything_and_disturbs_nobody(tiny: Path, reference: dict[int, Reply]) -> None:
-    bench = Bench(tiny)
+def test_abort_frees_everything_and_disturbs_nobody(nano: Path, reference: dict[int, Reply]) -> None:
+    bench = Bench(nano)
     for index, prompt in enumerate(prompts(bench, 12)):
         text, speech = params(index)
         bench.submit(f"r-{index}", prompt, thinker=text, talker=speech)
@@ -133,8 +133,8 @@ def test_abort_frees_everything_and_disturbs_nobody(tiny: Path, reference: dict[
         assert (stats.running, stats.waiting, stats.parked, stats.kv_blocks_used) == (0, 0, 0, 0)
 
 
-def test_runaway_speech_ends_with_length(tiny: Path) -> None:
-    bench = Bench(tiny, frames_per_text_token=2, extra_frames=5)
+def test_runaway_speech_ends_with_length(nano: Path) -> None:
+    bench = Bench(nano, frames_per_text_token=2, extra_frames=5)
     never_ends = {bench.talker.model.talker_config.codec_eos_token_id: -100.0}
     text = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
     speech = SamplingParams(temperature=0.9, max_tokens=500, seed=3, logit_bias=never_ends)
@@ -145,8 +145,8 @@ def test_runaway_speech_ends_with_length(tiny: Path) -> None:
     assert bench.talker.runaways == 1
 
 
-def test_speech_that_ignores_its_end_has_exactly_the_frames_it_may_have(tiny: Path) -> None:
-    bench = Bench(tiny)
+def test_speech_that_ignores_its_end_has_exactly_the_frames_it_may_have(nano: Path) -> None:
+    bench = Bench(nano)
     text = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, seed=0)
     for seed in range(4):
         speech = SamplingParams(temperature=0.9, max_tokens=60, ignore_eos=True, seed=seed)
@@ -157,8 +157,8 @@ def test_speech_that_ignores_its_end_has_exactly_the_frames_it_may_have(tiny: Pa
     ] == [(60, "length")] * 4
 
 
-def test_an_answer_without_text_has_no_audio(tiny: Path) -> None:
-    bench = Bench(tiny)
+def test_an_answer_without_text_has_no_audio(nano: Path) -> None:
+    bench = Bench(nano)
     everything = tuple(range(bench.config.thinker.vocab_size))
     text = SamplingParams(temperature=0.0, max_tokens=4, stop_token_ids=everything, seed=0)
     bench.submit("mute", bench.prompt(40), thinker=text, talker=SAMPLED)
@@ -168,9 +168,9 @@ def test_an_answer_without_text_has_no_audio(tiny: Path) -> None:
     assert reply.audio.size == 0
 
 
-def test_aborting_a_refused_request_closes_its_edges(tiny: Path) -> None:
+def test_aborting_a_refused_request_closes_its_edges(nano: Path) -> None:
     """Its text may be on the way when the Talker refuses it."""
-    bench = Bench(tiny, talker={"max_model_len": 16})
+    bench = Bench(nano, talker={"max_model_len": 16})
     bench.submit("long", bench.prompt(*range(40, 80)), talker=SAMPLED)
     assert bench.replies["long"].failure is not None
     for stage in bench.stages:

@@ -22,13 +22,13 @@ RATE = 16_000
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> PreprocessorConfig:
-    return load_preprocessor(tiny)
+def config(nano: Path) -> PreprocessorConfig:
+    return load_preprocessor(nano)
 
 
 @pytest.fixture(scope="module")
-def extract(tiny: Path) -> Callable[[Array], Array]:
-    extractor = WhisperFeatureExtractor.from_pretrained(tiny)
+def extract(nano: Path) -> Callable[[Array], Array]:
+    extractor = WhisperFeatureExtractor.from_pretrained(nano)
 
     def features(waveform: Array) -> Array:
         made = extractor(
@@ -132,8 +132,8 @@ print(made.shape, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) 
 """
 
 
-def test_ten_minutes_need_no_more_memory_than_one_and_their_result(tiny: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", MEMORY, tiny], capture_output=True, text=True, check=True, timeout=60)
+def test_ten_minutes_need_no_more_memory_than_one_and_their_result(nano: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", MEMORY, nano], capture_output=True, text=True, check=True, timeout=60)
     shape, extra = ran.stdout.rsplit(maxsplit=1)
     assert shape == "(128, 60000)"
     assert int(extra) < 16 * 1024**2

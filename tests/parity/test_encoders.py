@@ -22,17 +22,17 @@ CHUNK, WINDOW = 100, 800
 
 
 @pytest.fixture(scope="module")
-def encoders(tiny: Path) -> Encoders:
-    raw = json.loads((tiny / "config.json").read_text())
+def encoders(nano: Path) -> Encoders:
+    raw = json.loads((nano / "config.json").read_text())
     with torch.device("meta"):
         built = Encoders(raw)
-    load_weights(built, built.placements, tiny, prefixes=PREFIXES, dtype=torch.float32)
+    load_weights(built, built.placements, nano, prefixes=PREFIXES, dtype=torch.float32)
     return built
 
 
 @pytest.fixture(scope="module")
-def hf(hf_tiny: Any) -> Any:
-    return hf_tiny.thinker.model
+def hf(hf_nano: Any) -> Any:
+    return hf_nano.thinker.model
 
 
 def patches(grid: Grid, seed: int = 0) -> Tensor:
@@ -122,9 +122,9 @@ def test_a_clip_below_one_chunk_gives_the_same_whatever_else_is_said(encoders: E
     assert_close(encoders.encode_audio([short, mel(30, seed=2)], chunk=30)[:4], alone)
 
 
-def test_rows_are_as_many_as_the_prompt_reserves(encoders: Encoders, tiny: Path) -> None:
+def test_rows_are_as_many_as_the_prompt_reserves(encoders: Encoders, nano: Path) -> None:
     assert encoders.audio_tower is not None
-    media = load_config(tiny).media
+    media = load_config(nano).media
     for frames in range(1, 1000):
         assert encoders.audio_tower.num_rows(frames) == audio_rows(frames, media.n_window)
     for frames in LENGTHS:
@@ -181,11 +181,11 @@ def test_what_is_encoded_twice_has_the_same_bits(encoders: Encoders) -> None:
     assert torch.equal(audio(encoders, clip), audio(encoders, clip))
 
 
-def test_bfloat16_stays_near_float32(tiny: Path, encoders: Encoders) -> None:
-    raw = json.loads((tiny / "config.json").read_text())
+def test_bfloat16_stays_near_float32(nano: Path, encoders: Encoders) -> None:
+    raw = json.loads((nano / "config.json").read_text())
     with torch.device("meta"):
         narrow = Encoders(raw)
-    load_weights(narrow, narrow.placements, tiny, prefixes=PREFIXES, dtype=torch.bfloat16)
+    load_weights(narrow, narrow.placements, nano, prefixes=PREFIXES, dtype=torch.bfloat16)
     for mine, other in zip(*(vision(e, patches((2, 6, 10)), [(2, 6, 10)]) for e in (narrow, encoders)), strict=True):
         assert mine.dtype is torch.bfloat16
         torch.testing.assert_close(mine.float(), other, atol=0.1, rtol=0)

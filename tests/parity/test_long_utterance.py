@@ -30,28 +30,28 @@ def mixed() -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def codes(tiny: Path) -> torch.Tensor:
-    config = load_config(tiny).code2wav
+def codes(nano: Path) -> torch.Tensor:
+    config = load_config(nano).code2wav
     assert config is not None
     generator = torch.Generator().manual_seed(0)
     return torch.randint(config.codebook_size, (1, config.num_quantizers, FRAMES), generator=generator)
 
 
 @pytest.fixture(scope="module")
-def whole(hf_tiny: Any, codes: torch.Tensor) -> torch.Tensor:
+def whole(hf_nano: Any, codes: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        wave: torch.Tensor = hf_tiny.code2wav(codes)[0, 0]
+        wave: torch.Tensor = hf_nano.code2wav(codes)[0, 0]
     assert wave.square().mean().sqrt() > 0.01, "a silent reference would prove nothing"
     return wave
 
 
 @pytest.fixture(scope="module")
-def vocoder(tiny: Path) -> Code2Wav:
-    config = load_config(tiny).code2wav
+def vocoder(nano: Path) -> Code2Wav:
+    config = load_config(nano).code2wav
     assert config is not None
     with torch.device("meta"):
         model = Code2Wav(config)
-    load_weights(model, model.placements, tiny, prefixes=model.prefixes, dtype=torch.float32)
+    load_weights(model, model.placements, nano, prefixes=model.prefixes, dtype=torch.float32)
     model.prepare()
     return model
 

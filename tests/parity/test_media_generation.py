@@ -19,16 +19,16 @@ TOKENS, FRAMES = 12, 16
 
 
 @pytest.fixture(scope="module")
-def bench(tiny: Path) -> Bench:
-    return Bench(tiny)
+def bench(nano: Path) -> Bench:
+    return Bench(nano)
 
 
 @pytest.fixture
-def hf(hf_tiny: Any) -> Iterator[Any]:
+def hf(hf_nano: Any) -> Iterator[Any]:
     """Transformers. Its Talker's config lacks the `audio_config` that its code reads for pictures beside sound."""
-    hf_tiny.talker.config.audio_config = hf_tiny.thinker.config.audio_config
-    yield hf_tiny
-    del hf_tiny.talker.config.audio_config
+    hf_nano.talker.config.audio_config = hf_nano.thinker.config.audio_config
+    yield hf_nano
+    del hf_nano.talker.config.audio_config
 
 
 def mixed(bench: Bench) -> MediaPrompt:
@@ -65,9 +65,9 @@ PROMPTS: dict[str, Callable[[Bench], MediaPrompt]] = {
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 @pytest.mark.parametrize("name", PROMPTS)
-def test_greedy_answer_equals_hf(bench: Bench, hf: Any, tiny: Path, name: str) -> None:
+def test_greedy_answer_equals_hf(bench: Bench, hf: Any, nano: Path, name: str) -> None:
     prompt = PROMPTS[name](bench)
-    inputs = hf_inputs(prompt, load_preprocessor(tiny))
+    inputs = hf_inputs(prompt, load_preprocessor(nano))
     speaker = next(iter(bench.config.talker.speaker_id)) if bench.config.talker else ""
     sequences, wave = hf.generate(
         **inputs,
@@ -99,9 +99,9 @@ def test_greedy_answer_equals_hf(bench: Bench, hf: Any, tiny: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", [*PROMPTS, "system-media"])
-def test_logits_and_handed_over_states_equal_hf(bench: Bench, hf: Any, tiny: Path, name: str) -> None:
+def test_logits_and_handed_over_states_equal_hf(bench: Bench, hf: Any, nano: Path, name: str) -> None:
     prompt = (PROMPTS | {"system-media": with_system_media})[name](bench)
-    inputs = hf_inputs(prompt, load_preprocessor(tiny))
+    inputs = hf_inputs(prompt, load_preprocessor(nano))
     with torch.inference_mode():
         result = hf.thinker.generate(
             **inputs,

@@ -29,8 +29,8 @@ FPS = (0.3, 0.7, 1.0, 1.5, 2.0, 3.0, 7.0, 23.976, 29.97)
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> OmniConfig:
-    return load_config(tiny)
+def config(nano: Path) -> OmniConfig:
+    return load_config(nano)
 
 
 def image(rng: random.Random) -> MediaFeatures:
@@ -132,14 +132,14 @@ MIXES = {
 
 
 @pytest.mark.parametrize("mix", MIXES)
-def test_thinker_positions_equal_get_rope_index(config: OmniConfig, hf_tiny: Any, mix: str) -> None:
+def test_thinker_positions_equal_get_rope_index(config: OmniConfig, hf_nano: Any, mix: str) -> None:
     makers, count = MIXES[mix]
     for seed in range(count):
         rng = random.Random(f"{mix} {seed}")
         prompt = conversation(config, rng, makers, users_only=not makers)
         ids, items = prompt.finish()
         positions, delta = mrope_positions(ids, items, config)
-        expected, _ = hf_tiny.thinker.get_rope_index(
+        expected, _ = hf_nano.thinker.get_rope_index(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             use_audio_in_video=any(item.in_video for item in items),
@@ -150,11 +150,11 @@ def test_thinker_positions_equal_get_rope_index(config: OmniConfig, hf_tiny: Any
 
 
 @pytest.fixture
-def hf_talker(hf_tiny: Any) -> Iterator[Any]:
+def hf_talker(hf_nano: Any) -> Iterator[Any]:
     """Transformers' Talker. Its config lacks the `audio_config` that its own code reads for pictures beside sound."""
-    hf_tiny.talker.config.audio_config = hf_tiny.thinker.config.audio_config
-    yield hf_tiny.talker
-    del hf_tiny.talker.config.audio_config
+    hf_nano.talker.config.audio_config = hf_nano.thinker.config.audio_config
+    yield hf_nano.talker
+    del hf_nano.talker.config.audio_config
 
 
 @pytest.mark.parametrize("mix", [*MIXES, "all"])
@@ -264,7 +264,7 @@ def test_audio_rows_equal_transformers() -> None:
 
 @pytest.mark.parametrize("kinds", ["image", "audio", "video", "sounding", "sounding image", "image audio"])
 def test_positions_are_those_of_generate_through_the_answer(
-    config: OmniConfig, hf_tiny: Any, hf_talker: Any, kinds: str
+    config: OmniConfig, hf_nano: Any, hf_talker: Any, kinds: str
 ) -> None:
     """The tall video of `sounding` reaches farther than the text behind it: the answer goes on after the text."""
     silent = MediaFeatures(kind="video", digest=b"", features=NOTHING, grid=(1, 40, 4), second_per_grid=0.7)
@@ -281,7 +281,7 @@ def test_positions_are_those_of_generate_through_the_answer(
         prompt.turn(config.user_token_id, [2, choice[kind], 1])
     ids, items = prompt.finish()
     own, own_items = talker_prompt_token_ids(ids, config), talker_media(ids, items, config)
-    seen = generated_positions(hf_tiny, ids, items)
+    seen = generated_positions(hf_nano, ids, items)
     for found, (positions, delta) in (
         (seen["thinker"], mrope_positions(ids, items, config)),
         (seen["talker"], mrope_positions(own, own_items, config, talker=True)),
@@ -292,7 +292,7 @@ def test_positions_are_those_of_generate_through_the_answer(
         np.testing.assert_array_equal(found, expected)
 
 
-def generated_positions(hf_tiny: Any, ids: Sequence[int], items: Sequence[MediaItem]) -> dict[str, Any]:
+def generated_positions(hf_nano: Any, ids: Sequence[int], items: Sequence[MediaItem]) -> dict[str, Any]:
     """The positions, float32 [3, rows], that reach each decoder while Transformers generates text and speech."""
     generator = torch.Generator().manual_seed(1)
     inputs: dict[str, Any] = {"use_audio_in_video": any(item.in_video for item in items)}
@@ -313,11 +313,11 @@ def generated_positions(hf_tiny: Any, ids: Sequence[int], items: Sequence[MediaI
         decoder.register_forward_pre_hook(
             lambda _, args, kwargs, name=name: seen[name].append(kwargs["position_ids"][-3:, 0]), with_kwargs=True
         )
-        for name, decoder in (("thinker", hf_tiny.thinker.model.language_model), ("talker", hf_tiny.talker.model))
+        for name, decoder in (("thinker", hf_nano.thinker.model.language_model), ("talker", hf_nano.talker.model))
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hf_tiny.generate(
+        hf_nano.generate(
             input_ids=torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             thinker_max_new_tokens=5,

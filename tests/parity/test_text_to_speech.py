@@ -17,8 +17,8 @@ WORDS = list(range(40, 75))
 
 
 @pytest.fixture(scope="module")
-def bench(tiny: Path) -> Bench:
-    return Bench(tiny)
+def bench(nano: Path) -> Bench:
+    return Bench(nano)
 
 
 def hf_speech(hf: Any, prompt: list[int], *, tokens: int, frames: int, speaker: str) -> tuple[list[int], torch.Tensor]:
@@ -40,11 +40,11 @@ def hf_speech(hf: Any, prompt: list[int], *, tokens: int, frames: int, speaker: 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 @pytest.mark.parametrize("turns", [1, 3])
-def test_greedy_answer_equals_hf(bench: Bench, hf_tiny: Any, turns: int) -> None:
+def test_greedy_answer_equals_hf(bench: Bench, hf_nano: Any, turns: int) -> None:
     prompt = bench.prompt(*WORDS, turns=turns)
     speaker = next(iter(bench.config.talker.speaker_id)) if bench.config.talker else ""
     tokens, frames = 12, 25
-    expected_tokens, expected_wave = hf_speech(hf_tiny, prompt, tokens=tokens, frames=frames, speaker=speaker)
+    expected_tokens, expected_wave = hf_speech(hf_nano, prompt, tokens=tokens, frames=frames, speaker=speaker)
     seen: list[int] = []
     take = bench.thinker._take
     bench.thinker._take = lambda request, token, logprob: (seen.append(token), take(request, token, logprob))[1]  # type: ignore
@@ -63,10 +63,10 @@ def test_greedy_answer_equals_hf(bench: Bench, hf_tiny: Any, turns: int) -> None
     np.testing.assert_allclose(reply.audio, expected_wave.numpy(), atol=1e-4)
 
 
-def test_thinker_logits_equal_hf(bench: Bench, hf_tiny: Any) -> None:
+def test_thinker_logits_equal_hf(bench: Bench, hf_nano: Any) -> None:
     prompt = bench.prompt(*WORDS, *WORDS, *WORDS)
     with torch.inference_mode():
-        expected = hf_tiny.thinker(input_ids=torch.tensor([prompt])).logits[0, -1]
+        expected = hf_nano.thinker(input_ids=torch.tensor([prompt])).logits[0, -1]
     captured: list[torch.Tensor] = []
     logits = bench.thinker.model.logits
     bench.thinker.model.logits = lambda hidden: captured.append(logits(hidden)) or captured[-1]  # type: ignore

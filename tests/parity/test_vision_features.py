@@ -31,8 +31,8 @@ def golden() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> PreprocessorConfig:
-    return load_preprocessor(tiny)
+def config(nano: Path) -> PreprocessorConfig:
+    return load_preprocessor(nano)
 
 
 def sha256(array: Array) -> bytes:

@@ -20,9 +20,9 @@ Config = dict[str, Any]
 
 
 @pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
+def folder(nano: Path, tmp_path: Path) -> Path:
     """A copy that a test may spoil."""
-    return shutil.copytree(tiny, tmp_path / "copy")
+    return shutil.copytree(nano, tmp_path / "copy")
 
 
 def _text(config: Config, **values: Any) -> None:

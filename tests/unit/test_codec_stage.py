@@ -563,10 +563,10 @@ def context(folder: Path, outbox: FakeOutbox, receiver: FakeReceiver | None) -> 
     )
 
 
-def test_load_takes_weights_and_cadence_from_checkpoint_and_deploy_config(tiny: Path) -> None:
+def test_load_takes_weights_and_cadence_from_checkpoint_and_deploy_config(nano: Path) -> None:
     outbox, receiver = FakeOutbox(), FakeReceiver()
-    stage = CodecStage.load(context(tiny, outbox, receiver))
-    vocoder = load_config(tiny).code2wav
+    stage = CodecStage.load(context(nano, outbox, receiver))
+    vocoder = load_config(nano).code2wav
     assert vocoder is not None
     stage.submit(SubmitCodec(request_id="a", credit=PLENTY))
     receiver.put("a", np.ones((8, vocoder.num_quantizers), np.int32), final=True)
@@ -580,10 +580,10 @@ def test_load_takes_weights_and_cadence_from_checkpoint_and_deploy_config(tiny: 
     stage.close()
 
 
-def test_load_without_a_talker_or_a_vocoder_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_load_without_a_talker_or_a_vocoder_says_so(nano: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="talker"):
-        CodecStage.load(context(tiny, FakeOutbox(), None))
-    raw = msgspec.json.decode((tiny / "config.json").read_bytes())
+        CodecStage.load(context(nano, FakeOutbox(), None))
+    raw = msgspec.json.decode((nano / "config.json").read_bytes())
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(raw | {"enable_audio_output": False}))
     with pytest.raises(CheckpointError, match="code2wav_config"):
         CodecStage.load(context(tmp_path, FakeOutbox(), FakeReceiver()))

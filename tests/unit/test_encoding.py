@@ -30,17 +30,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def encoders(tiny: Path) -> Encoders:
-    raw = json.loads((tiny / "config.json").read_text())
+def encoders(nano: Path) -> Encoders:
+    raw = json.loads((nano / "config.json").read_text())
     with torch.device("meta"):
         built = Encoders(raw)
-    load_weights(built, built.placements, tiny, prefixes=PREFIXES, dtype=torch.float32)
+    load_weights(built, built.placements, nano, prefixes=PREFIXES, dtype=torch.float32)
     return built
 
 
 @pytest.fixture(scope="module")
-def preprocessor(tiny: Path) -> PreprocessorConfig:
-    return load_preprocessor(tiny)
+def preprocessor(nano: Path) -> PreprocessorConfig:
+    return load_preprocessor(nano)
 
 
 @pytest.fixture
@@ -410,9 +410,9 @@ def test_random_comings_and_goings_leave_nothing_behind(make_line: Callable[...,
 
 
 def test_an_encoder_that_the_checkpoint_lacks_is_not_built_and_its_media_refused(
-    tiny: Path, make_line: Callable[..., EncoderLine]
+    nano: Path, make_line: Callable[..., EncoderLine]
 ) -> None:
-    raw = json.loads((tiny / "config.json").read_text())
+    raw = json.loads((nano / "config.json").read_text())
     deaf = make_line(encoders=Encoders(raw, PREFIXES[1:]))
     assert deaf.encoders.audio_tower is None
     with pytest.raises(TriptychError, match="no encoder for audio"):
@@ -423,11 +423,11 @@ def test_an_encoder_that_the_checkpoint_lacks_is_not_built_and_its_media_refused
         blind.submit("one", [image()])
 
 
-def test_building_encoders_imports_neither_transformers_nor_a_compiler(tiny: Path) -> None:
+def test_building_encoders_imports_neither_transformers_nor_a_compiler(nano: Path) -> None:
     """Each takes as long as all the rest of a stage's start."""
     script = (
         "import json, sys, torch\nfrom triptych.models.qwen3_omni.encoders import Encoders\n"
-        f"with torch.device('meta'): Encoders(json.load(open({str(tiny / 'config.json')!r})))\n"
+        f"with torch.device('meta'): Encoders(json.load(open({str(nano / 'config.json')!r})))\n"
         "sys.exit(', '.join({'transformers', 'sympy', 'torch._dynamo'} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -449,8 +449,8 @@ def test_building_encoders_imports_neither_transformers_nor_a_compiler(tiny: Pat
         ("vision_config", "depth", "three", r"Expected `int`, got `str` - at `\$.depth`"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named(tiny: Path, part: str, key: str, value: object, message: str) -> None:
-    raw = json.loads((tiny / "config.json").read_text())
+def test_sizes_that_do_not_fit_are_named(nano: Path, part: str, key: str, value: object, message: str) -> None:
+    raw = json.loads((nano / "config.json").read_text())
     raw["thinker_config"][part][key] = value
     with pytest.raises(CheckpointError, match=f"thinker_config.{part}: .*{message}"), torch.device("meta"):
         Encoders(raw)

@@ -25,8 +25,8 @@ def test_every_bit_arrives(dtype: torch.dtype) -> None:
     assert torch.equal(arrived.view(torch.uint8), hidden.view(torch.uint8))
 
 
-def test_a_video_and_its_sound_share_a_span_and_no_row(tiny: Path) -> None:
-    config = load_config(tiny)
+def test_a_video_and_its_sound_share_a_span_and_no_row(nano: Path) -> None:
+    config = load_config(nano)
     image, sound, video = config.image_token_id, config.audio_token_id, config.video_token_id
     ids = [1, image, image, 2, video, sound, video, sound, sound, 3, sound]
     picture = MediaItem(kind="image", start=1, end=3, digest=b"")

@@ -42,28 +42,28 @@ from triptych.stages.build import wait_idly_if_crowded
     ],
 )
 def test_what_no_stage_could_load_is_refused(
-    tiny: Path, stage: int, override: dict[str, Any], path: str, message: str
+    nano: Path, stage: int, override: dict[str, Any], path: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides={str(stage): override})
+        plan(str(nano), deploy_config="tiny_cpu", platform="cpu", stage_overrides={str(stage): override})
     assert caught.value.path == path
     assert "(in tiny_cpu" in str(caught.value)
 
 
-def test_the_least_that_can_be_served_is_accepted(tiny: Path) -> None:
+def test_the_least_that_can_be_served_is_accepted(nano: Path) -> None:
     for override in ({"max_num_batched_tokens": 127}, {"max_model_len": 512, "num_kv_blocks": 33}):
         overrides = {"0": override, "1": override}
-        plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides=overrides)
+        plan(str(nano), deploy_config="tiny_cpu", platform="cpu", stage_overrides=overrides)
     free = {"batch_invariant": False, "max_num_seqs": 1, "max_num_batched_tokens": 1}
-    plan(str(tiny), deploy_config="tiny_cpu", platform="cpu", stage_overrides={"0": free})
+    plan(str(nano), deploy_config="tiny_cpu", platform="cpu", stage_overrides={"0": free})
 
 
-def test_a_small_checkpoint_gets_the_small_profile_wherever_it_lies(tiny: Path) -> None:
-    assert plan(str(tiny), platform="cpu").profile == "tiny_cpu"
+def test_a_small_checkpoint_gets_the_small_profile_wherever_it_lies(nano: Path) -> None:
+    assert plan(str(nano), platform="cpu").profile == "tiny_cpu"
 
 
-def test_speech_is_no_longer_than_the_context_of_code2wav(tiny: Path) -> None:
-    launch = plan(str(tiny), platform="cpu", stage_overrides={"2": {"max_model_len": 5}})
+def test_speech_is_no_longer_than_the_context_of_code2wav(nano: Path) -> None:
+    launch = plan(str(nano), platform="cpu", stage_overrides={"2": {"max_model_len": 5}})
     config = launch.config
     header = (config.im_start_token_id, config.assistant_token_id, config.user_token_id)
     user = (config.im_start_token_id, config.user_token_id, 7, 8, config.im_end_token_id, 7)
@@ -74,8 +74,8 @@ def test_speech_is_no_longer_than_the_context_of_code2wav(tiny: Path) -> None:
     assert speech.params.max_tokens == 5
 
 
-def test_threads_wait_idly_only_where_cores_are_short(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deploy = plan(str(tiny), platform="cpu").deploy  # two processes of one thread
+def test_threads_wait_idly_only_where_cores_are_short(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deploy = plan(str(nano), platform="cpu").deploy  # two processes of one thread
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     wait_idly_if_crowded(deploy)

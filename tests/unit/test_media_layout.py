@@ -64,13 +64,13 @@ BY_KEYS = """\
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> OmniConfig:
-    return load_config(tiny)
+def config(nano: Path) -> OmniConfig:
+    return load_config(nano)
 
 
 @pytest.fixture(scope="module")
-def processor(tiny: Path) -> Processor:
-    return Processor(tiny)
+def processor(nano: Path) -> Processor:
+    return Processor(nano)
 
 
 def say(*parts: str | MediaFeatures, role: str = "user") -> dict[str, Any]:
@@ -198,9 +198,9 @@ def test_the_parts_of_a_conversation_keep_what_belongs_to_them(processor: Proces
 
 
 def test_a_template_that_looks_at_keys_gives_the_same_prompt(
-    processor: Processor, config: OmniConfig, tiny: Path, tmp_path: Path
+    processor: Processor, config: OmniConfig, nano: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((nano / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text(BY_KEYS, encoding="utf-8")
     messages = [
         say(IMAGE, role="system"),
@@ -212,8 +212,8 @@ def test_a_template_that_looks_at_keys_gives_the_same_prompt(
     assert by_keys.prompt_token_ids == by_type.prompt_token_ids and by_keys.media == by_type.media
 
 
-def test_a_template_without_media_is_told_of(config: OmniConfig, tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((tiny / "tokenizer.json").read_bytes())
+def test_a_template_without_media_is_told_of(config: OmniConfig, nano: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((nano / "tokenizer.json").read_bytes())
     template = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% endfor %}<|im_start|>assistant\n"
     (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     with pytest.raises(RequestError, match="writes placeholders for no media, where the messages have image"):

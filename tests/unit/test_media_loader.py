@@ -69,10 +69,10 @@ async def until(condition: Any) -> None:
 # --- what comes out ---
 
 
-async def test_every_kind_of_part_comes_out_of_real_workers_in_its_order(tiny: Path) -> None:
+async def test_every_kind_of_part_comes_out_of_real_workers_in_its_order(nano: Path) -> None:
     video = video_file(film(20), sound=tone(2.0, 48000))
     options = MediaOptions(use_audio_in_video=True, min_pixels=3136, max_pixels=50000)
-    async with made(tiny, command=WORKER_COMMAND, workers=2) as loader:
+    async with made(nano, command=WORKER_COMMAND, workers=2) as loader:
         parts = [
             part(audio_file(tone(1.0, 16000), 16000), "audio"),
             part(image_file(Image.fromarray(noise(64, 96)))),
@@ -96,8 +96,8 @@ async def test_every_kind_of_part_comes_out_of_real_workers_in_its_order(tiny: P
         without.close()
 
 
-async def test_an_error_names_its_part_or_the_option_at_fault(tiny: Path) -> None:
-    async with made(tiny, command=WORKER_COMMAND) as loader:
+async def test_an_error_names_its_part_or_the_option_at_fault(nano: Path) -> None:
+    async with made(nano, command=WORKER_COMMAND) as loader:
         good = part(image_file(Image.fromarray(noise(64, 64))))
         with pytest.raises(RequestError, match=r"plain|unknown type") as refused:
             await loader.load([good, part("plain words", param="messages.3.content.1")], OPTIONS)
@@ -113,15 +113,15 @@ async def test_an_error_names_its_part_or_the_option_at_fault(tiny: Path) -> Non
         assert loader.stats.refused == 4
 
 
-async def test_the_code_of_an_error_is_kept(tiny: Path) -> None:
-    async with made(tiny) as loader:
+async def test_the_code_of_an_error_is_kept(nano: Path) -> None:
+    async with made(nano) as loader:
         with pytest.raises(RequestError, match="no good") as refused:
             await loader.load([part("refuse no good")], OPTIONS)
         assert (refused.value.param, refused.value.code) == ("messages.0.content.0", "some_code")
 
 
-async def test_wrong_options_and_too_many_parts_cost_nothing(tiny: Path) -> None:
-    async with made(tiny, max_parts=2) as loader:
+async def test_wrong_options_and_too_many_parts_cost_nothing(nano: Path) -> None:
+    async with made(nano, max_parts=2) as loader:
         with pytest.raises(RequestError, match="fps"):
             await loader.load([part("ok")], MediaOptions(fps=1e9))
         with pytest.raises(RequestError, match=r"3 images.*at most 2.*media\.max_parts") as refused:
@@ -139,8 +139,8 @@ def test_a_checkpoint_without_a_preprocessor_is_refused(tmp_path: Path) -> None:
 # --- decoded once ---
 
 
-async def test_what_was_decoded_is_not_decoded_again(tiny: Path) -> None:
-    async with made(tiny) as loader:
+async def test_what_was_decoded_is_not_decoded_again(nano: Path) -> None:
+    async with made(nano) as loader:
         first = await loader.load([part("ok one")], OPTIONS)
         first.close()
         second = await loader.load([part("ok one", param="elsewhere"), part("ok two")], OPTIONS)
@@ -150,8 +150,8 @@ async def test_what_was_decoded_is_not_decoded_again(tiny: Path) -> None:
         second.close()
 
 
-async def test_what_was_decoded_and_then_removed_by_somebody_else_is_decoded_again(tiny: Path) -> None:
-    async with made(tiny) as loader:
+async def test_what_was_decoded_and_then_removed_by_somebody_else_is_decoded_again(nano: Path) -> None:
+    async with made(nano) as loader:
         first = await loader.load([part("ok")], OPTIONS)
         segments.unlink(segments_of(first.items)[0])
         second = await loader.load([part("ok")], OPTIONS)
@@ -160,8 +160,8 @@ async def test_what_was_decoded_and_then_removed_by_somebody_else_is_decoded_aga
         second.close()
 
 
-async def test_the_same_parts_at_the_same_time_are_decoded_once(tiny: Path, tmp_path: Path) -> None:
-    async with made(tiny, workers=2) as loader:
+async def test_the_same_parts_at_the_same_time_are_decoded_once(nano: Path, tmp_path: Path) -> None:
+    async with made(nano, workers=2) as loader:
         text = f"wait {tmp_path}/go"
         loads = [asyncio.create_task(loader.load([part(text), part(text)], OPTIONS)) for _ in range(3)]
         await until(lambda: psutil.Process().children())
@@ -176,8 +176,8 @@ async def test_the_same_parts_at_the_same_time_are_decoded_once(tiny: Path, tmp_
             await loads[0]
 
 
-async def test_what_is_asked_of_the_processor_makes_another_part_and_what_does_not_matter_none(tiny: Path) -> None:
-    async with made(tiny) as loader:
+async def test_what_is_asked_of_the_processor_makes_another_part_and_what_does_not_matter_none(nano: Path) -> None:
+    async with made(nano) as loader:
 
         async def digests(*parts: MediaPart, **options: Any) -> list[bytes]:
             lease = await loader.load(parts, MediaOptions(**options))
@@ -196,8 +196,8 @@ async def test_what_is_asked_of_the_processor_makes_another_part_and_what_does_n
         assert await digests(part("same", max_pixels=10**7), max_pixels=90_000) == smaller[:1]
 
 
-async def test_a_failure_is_not_kept(tiny: Path) -> None:
-    async with made(tiny) as loader:
+async def test_a_failure_is_not_kept(nano: Path) -> None:
+    async with made(nano) as loader:
         for _ in range(2):
             with pytest.raises(RequestError, match="crashed"):
                 await loader.load([part("crash")], OPTIONS)
@@ -208,8 +208,8 @@ async def test_a_failure_is_not_kept(tiny: Path) -> None:
 # --- held and let go ---
 
 
-async def test_what_is_in_use_is_never_freed_and_what_is_not_is_within_the_budget(tiny: Path) -> None:
-    async with made(tiny, cache_bytes=2 * 4096) as loader:  # two of the fake worker's images
+async def test_what_is_in_use_is_never_freed_and_what_is_not_is_within_the_budget(nano: Path) -> None:
+    async with made(nano, cache_bytes=2 * 4096) as loader:  # two of the fake worker's images
         leases = [await loader.load([part(f"ok {n}")], OPTIONS) for n in range(4)]
         assert len(existing()) == 4
         leases[0].close()
@@ -230,8 +230,8 @@ async def test_what_is_in_use_is_never_freed_and_what_is_not_is_within_the_budge
         assert set(segments_of(newer.items)) < existing() and len(existing()) == 2
 
 
-async def test_without_a_cache_everything_is_freed_with_its_last_lease(tiny: Path) -> None:
-    async with made(tiny, cache_bytes=0) as loader:
+async def test_without_a_cache_everything_is_freed_with_its_last_lease(nano: Path) -> None:
+    async with made(nano, cache_bytes=0) as loader:
         first, second = await loader.load([part("ok")], OPTIONS), await loader.load([part("ok")], OPTIONS)
         first.close()
         assert existing() == set(segments_of(second.items))
@@ -239,8 +239,8 @@ async def test_without_a_cache_everything_is_freed_with_its_last_lease(tiny: Pat
         assert not existing()
 
 
-async def test_one_bad_part_lets_go_of_all_the_others(tiny: Path, tmp_path: Path) -> None:
-    async with made(tiny, workers=2, cache_bytes=0) as loader:
+async def test_one_bad_part_lets_go_of_all_the_others(nano: Path, tmp_path: Path) -> None:
+    async with made(nano, workers=2, cache_bytes=0) as loader:
         parts = [part("ok"), part("ok", "audio"), part(f"write-and-hang {tmp_path}/x"), part("refuse it", param="bad")]
         with pytest.raises(RequestError) as refused:
             await loader.load(parts, OPTIONS)
@@ -248,8 +248,8 @@ async def test_one_bad_part_lets_go_of_all_the_others(tiny: Path, tmp_path: Path
         await until(lambda: not existing())
 
 
-async def test_a_cancelled_load_lets_go_of_everything(tiny: Path, tmp_path: Path) -> None:
-    async with made(tiny, cache_bytes=0) as loader:
+async def test_a_cancelled_load_lets_go_of_everything(nano: Path, tmp_path: Path) -> None:
+    async with made(nano, cache_bytes=0) as loader:
         load = asyncio.create_task(loader.load([part("ok"), part(f"write-and-hang {tmp_path}/x")], OPTIONS))
         await until((tmp_path / "x").exists)
         load.cancel()
@@ -261,16 +261,16 @@ async def test_a_cancelled_load_lets_go_of_everything(tiny: Path, tmp_path: Path
         await until(lambda: not existing())
 
 
-async def test_a_video_and_its_sound_are_held_together(tiny: Path) -> None:
-    async with made(tiny, cache_bytes=0) as loader:
+async def test_a_video_and_its_sound_are_held_together(nano: Path) -> None:
+    async with made(nano, cache_bytes=0) as loader:
         lease = await loader.load([part("ok sound", "video")], MediaOptions(use_audio_in_video=True))
         assert lease.items[0].sound is not None and len(existing()) == 2
         lease.close()
         assert not existing()
 
 
-async def test_closing_frees_what_is_in_use_and_ends_loads(tiny: Path, tmp_path: Path) -> None:
-    async with made(tiny) as loader:
+async def test_closing_frees_what_is_in_use_and_ends_loads(nano: Path, tmp_path: Path) -> None:
+    async with made(nano) as loader:
         lease = await loader.load([part("ok")], OPTIONS)
         load = asyncio.create_task(loader.load([part(f"write-and-hang {tmp_path}/x")], OPTIONS))
         await until((tmp_path / "x").exists)
@@ -283,9 +283,9 @@ async def test_closing_frees_what_is_in_use_and_ends_loads(tiny: Path, tmp_path:
 
 
 async def test_full_shared_memory_first_costs_the_cache_and_then_the_request(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nano: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with made(tiny) as loader:
+    async with made(nano) as loader:
         (await loader.load([part("ok")], OPTIONS)).close()
         assert len(existing()) == 1
         monkeypatch.setattr(loader, "_room", lambda: 100 if existing() else 1000)
@@ -297,8 +297,8 @@ async def test_full_shared_memory_first_costs_the_cache_and_then_the_request(
 
 
 @pytest.mark.parametrize("names", ["abcde", "aaaaa"], ids=["different", "the same, each read anew"])
-async def test_files_that_wait_are_bounded_all_together(tiny: Path, tmp_path: Path, names: str) -> None:
-    async with made(tiny, max_bytes=1000) as loader:
+async def test_files_that_wait_are_bounded_all_together(nano: Path, tmp_path: Path, names: str) -> None:
+    async with made(nano, max_bytes=1000) as loader:
         waits = [f"wait {tmp_path}/{name}".ljust(900) for name in names]
         tasks = [asyncio.create_task(loader.load([part(text)], OPTIONS)) for text in waits]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

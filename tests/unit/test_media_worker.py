@@ -97,22 +97,22 @@ def started(model: Path, config: MediaConfig) -> Iterator[Worker]:
 
 
 @pytest.fixture(scope="module")
-def worker(tiny: Path) -> Iterator[Worker]:
-    with started(tiny, LIMITS) as worker:
+def worker(nano: Path) -> Iterator[Worker]:
+    with started(nano, LIMITS) as worker:
         yield worker
 
 
-def test_sound_becomes_its_spectrogram(worker: Worker, tiny: Path) -> None:
+def test_sound_becomes_its_spectrogram(worker: Worker, nano: Path) -> None:
     data = audio_file(tone(1.3, 44100), 44100)
     answer, array = worker.make("audio", data)
     samples = decode_audio(data, as_media(data, "audio"), max_s=60)
     assert samples is not None
-    assert np.array_equal(array, log_mel(samples, load_preprocessor(tiny)))
+    assert np.array_equal(array, log_mel(samples, load_preprocessor(nano)))
     assert answer == Decoded(dtype="float32", shape=array.shape, num_mel_frames=130)
 
 
-def test_an_image_is_resized_as_the_processor_does_it(worker: Worker, tiny: Path) -> None:
-    picture, config = noise(90, 130), load_preprocessor(tiny)
+def test_an_image_is_resized_as_the_processor_does_it(worker: Worker, nano: Path) -> None:
+    picture, config = noise(90, 130), load_preprocessor(nano)
     answer, array = worker.make("image", image_file(Image.fromarray(picture)))
     right, grid = resize_image(picture, config, MediaOptions())
     assert np.array_equal(array, right)
@@ -165,8 +165,8 @@ def test_no_core_is_dumped_and_files_are_bounded(worker: Worker) -> None:
     assert limits.num_threads() == 1
 
 
-def test_ctrl_c_is_for_the_server_whose_end_is_the_workers_end(tiny: Path) -> None:
-    with started(tiny, LIMITS) as worker:
+def test_ctrl_c_is_for_the_server_whose_end_is_the_workers_end(nano: Path) -> None:
+    with started(nano, LIMITS) as worker:
         os.kill(worker.process.pid, signal.SIGINT)
         answer, _ = worker.make("audio", audio_file(tone(0.2, 16000), 16000))
         assert isinstance(answer, Decoded)
@@ -174,8 +174,8 @@ def test_ctrl_c_is_for_the_server_whose_end_is_the_workers_end(tiny: Path) -> No
         assert worker.process.wait(20) == 0
 
 
-def test_a_job_outlives_its_deadline_by_little_even_without_a_server(tiny: Path) -> None:
-    with started(tiny, MediaConfig(decode_timeout_s=-9.5)) as worker:  # the alarm is ten seconds later
+def test_a_job_outlives_its_deadline_by_little_even_without_a_server(nano: Path) -> None:
+    with started(nano, MediaConfig(decode_timeout_s=-9.5)) as worker:  # the alarm is ten seconds later
         worker.send(Job(kind="audio", options=MediaOptions(), size=100, segment=NAMES.reserve(), max_bytes=1))
         assert worker.process.wait(20) == -signal.SIGALRM  # it waits for a file that never comes
 

@@ -20,8 +20,8 @@ from triptych.models.qwen3_omni.positions import mrope_positions
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> OmniConfig:
-    return load_config(tiny)
+def config(nano: Path) -> OmniConfig:
+    return load_config(nano)
 
 
 def image(start: int, height: int, width: int) -> MediaItem:

@@ -18,16 +18,16 @@ from triptych.models.qwen3_omni.video_features import frame_size
 
 
 @pytest.fixture
-def folder(tiny: Path, tmp_path: Path) -> Path:
+def folder(nano: Path, tmp_path: Path) -> Path:
     """The files of a checkpoint that say how media are prepared, free to be changed."""
     for name in ("config.json", "generation_config.json", "preprocessor_config.json"):
-        shutil.copy(tiny / name, tmp_path)
+        shutil.copy(nano / name, tmp_path)
     return tmp_path
 
 
 @pytest.fixture(scope="module")
-def config(tiny: Path) -> PreprocessorConfig:
-    return load_preprocessor(tiny)
+def config(nano: Path) -> PreprocessorConfig:
+    return load_preprocessor(nano)
 
 
 def change(folder: Path, file: str = "preprocessor_config.json", drop: str = "", **values: Any) -> None:

@@ -45,12 +45,12 @@ def processor(folder: Path) -> Processor:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path) -> Any:
+def reference(nano: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(tiny, local_files_only=True)
+        return AutoTokenizer.from_pretrained(nano, local_files_only=True)
 
 
 def special_count(processor: Processor, ids: tuple[int, ...]) -> int:
@@ -58,8 +58,8 @@ def special_count(processor: Processor, ids: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_prompt_equals_transformers(tiny: Path, reference: Any, messages: list[dict[str, Any]]) -> None:
-    processor = Processor(tiny)
+def test_prompt_equals_transformers(nano: Path, reference: Any, messages: list[dict[str, Any]]) -> None:
+    processor = Processor(nano)
     text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = reference.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)["input_ids"]
     assert processor.render(messages) == text

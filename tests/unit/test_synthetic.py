@@ -55,33 +55,33 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("layout", "shards"), [("per_expert", 1), ("per_expert", 3), ("fused", 1)])
 def test_transformers_loads_it_with_nothing_missing_or_left_over(tmp_path: Path, layout: Layout, shards: int) -> None:
-    folder = make_checkpoint(tmp_path / "made", "tiny", layout=layout, shards=shards)
+    folder = make_checkpoint(tmp_path / "made", "nano", layout=layout, shards=shards)
     model, report = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
     assert model.dtype == torch.float32
 
 
-def test_it_holds_exactly_the_published_tensors(tiny: Path) -> None:
-    raw = json.loads((tiny / "config.json").read_text())
-    found = {name: tensor.shape for name, tensor in tensor_index(tiny).items()}
+def test_it_holds_exactly_the_published_tensors(nano: Path) -> None:
+    raw = json.loads((nano / "config.json").read_text())
+    found = {name: tensor.shape for name, tensor in tensor_index(nano).items()}
     assert found == published_shapes(raw, "per_expert")
 
 
-def test_every_stage_and_the_encoders_load_it(tiny: Path) -> None:
-    config, raw = load_config(tiny), json.loads((tiny / "config.json").read_text())
+def test_every_stage_and_the_encoders_load_it(nano: Path) -> None:
+    config, raw = load_config(nano), json.loads((nano / "config.json").read_text())
     assert config.code2wav is not None
     with torch.device("meta"):
         stages: list[Thinker | Talker | Code2Wav] = [Thinker(config), Talker(config), Code2Wav(config.code2wav)]
     for stage in stages:
-        load_weights(stage, stage.placements, tiny, prefixes=stage.prefixes, dtype=torch.float32)
+        load_weights(stage, stage.placements, nano, prefixes=stage.prefixes, dtype=torch.float32)
     encoders = Encoders(raw)
-    load_weights(encoders, encoders.placements, tiny, prefixes=PREFIXES, dtype=torch.float32)
+    load_weights(encoders, encoders.placements, nano, prefixes=PREFIXES, dtype=torch.float32)
     for name, tensor in encoders.state_dict().items():
-        assert torch.equal(tensor, tensors_of(tiny)[f"thinker.{name}"])
+        assert torch.equal(tensor, tensors_of(nano)[f"thinker.{name}"])
 
 
 def test_a_stage_loads_when_the_files_of_the_others_are_gone(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "made", "tiny", shards=12)
+    folder = make_checkpoint(tmp_path / "made", "nano", shards=12)
     for file in {tensor.file for name, tensor in tensor_index(folder).items() if name.startswith("code2wav.")}:
         file.unlink()
     config = load_config(folder)
@@ -91,16 +91,16 @@ def test_a_stage_loads_when_the_files_of_the_others_are_gone(tmp_path: Path) -> 
 
 
 def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    first, again = (make_checkpoint(tmp_path / name, "tiny") for name in ("first", "again"))
-    other = make_checkpoint(tmp_path / "other", "tiny", seed=1)
+    first, again = (make_checkpoint(tmp_path / name, "nano") for name in ("first", "again"))
+    other = make_checkpoint(tmp_path / "other", "nano", seed=1)
     assert digests(first) == digests(again)
     assert digests(first)["model.safetensors"] != digests(other)["model.safetensors"]
 
 
 def test_layout_and_sharding_do_not_change_the_values(tmp_path: Path) -> None:
-    single = tensors_of(make_checkpoint(tmp_path / "a", "tiny"))
-    sharded = tensors_of(make_checkpoint(tmp_path / "b", "tiny", shards=4))
-    fused = tensors_of(make_checkpoint(tmp_path / "c", "tiny", layout="fused"))
+    single = tensors_of(make_checkpoint(tmp_path / "a", "nano"))
+    sharded = tensors_of(make_checkpoint(tmp_path / "b", "nano", shards=4))
+    fused = tensors_of(make_checkpoint(tmp_path / "c", "nano", layout="fused"))
     assert single.keys() == sharded.keys()
     assert all(torch.equal(single[name], sharded[name]) for name in single)
     stacked = fused["talker.model.layers.1.mlp.experts.gate_up_proj"]
@@ -111,7 +111,7 @@ def test_layout_and_sharding_do_not_change_the_values(tmp_path: Path) -> None:
 
 
 def test_shards_are_of_about_equal_size(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "made", "tiny", shards=3)
+    folder = make_checkpoint(tmp_path / "made", "nano", shards=3)
     sizes = [file.stat().st_size for file in folder.glob("*.safetensors")]
     assert len(sizes) == 3
     assert max(sizes) < 1.5 * min(sizes)
@@ -149,25 +149,25 @@ def test_a_checkpoint_without_ends_leaves_the_length_to_the_limits(tmp_path: Pat
     assert 2.7 < logits.std() < 3.3
 
 
-# What the tiny one says
+# What the nano one says
 
 
-def test_text_ends_by_itself_after_a_few_dozen_tokens(tiny: Path, hf_tiny: Any) -> None:
-    config = load_config(tiny)
+def test_text_ends_by_itself_after_a_few_dozen_tokens(nano: Path, hf_nano: Any) -> None:
+    config = load_config(nano)
     ids = torch.randint(256, 1000, (8, 24), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        logits = hf_tiny.thinker(input_ids=ids).logits
+        logits = hf_nano.thinker(input_ids=ids).logits
     chance = logits.softmax(-1)[..., list(config.eos_token_ids)].sum(-1).mean()
     assert 0.01 < chance < 0.08
 
 
-def test_speech_ends_by_itself_after_a_few_dozen_frames(tiny: Path, hf_tiny: Any) -> None:
-    config = load_config(tiny)
+def test_speech_ends_by_itself_after_a_few_dozen_frames(nano: Path, hf_nano: Any) -> None:
+    config = load_config(nano)
     assert config.talker is not None
     generator = torch.Generator().manual_seed(0)
-    talker = hf_tiny.talker
+    talker = hf_nano.talker
     with torch.inference_mode():
-        text = talker.text_projection(hf_tiny.thinker.model.language_model.embed_tokens.weight[256:512])
+        text = talker.text_projection(hf_nano.thinker.model.language_model.embed_tokens.weight[256:512])
         codes = torch.randint(0, 256, (16, 256), generator=generator)
         tables = [talker.model.codec_embedding, *talker.code_predictor.model.codec_embedding]
         rows = text + sum(table(row) for table, row in zip(tables, codes, strict=True))
@@ -178,10 +178,10 @@ def test_speech_ends_by_itself_after_a_few_dozen_frames(tiny: Path, hf_tiny: Any
     assert 0.01 < chance < 0.08
 
 
-def test_the_waveform_is_neither_silent_nor_clipped(hf_tiny: Any) -> None:
+def test_the_waveform_is_neither_silent_nor_clipped(hf_nano: Any) -> None:
     codes = torch.randint(0, 256, (1, 16, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        wav = hf_tiny.code2wav(codes)
+        wav = hf_nano.code2wav(codes)
     assert wav.shape[-1] == 20 * 1920 - 555
     assert 0.03 < wav.square().mean().sqrt() < 0.3
     assert wav.abs().max() < 1
@@ -191,12 +191,12 @@ def test_the_waveform_is_neither_silent_nor_clipped(hf_tiny: Any) -> None:
 # The tokenizer
 
 
-def test_transformers_and_tokenizers_agree_on_the_tokenizer(tiny: Path) -> None:
-    ours, theirs = Tokenizer.from_file(str(tiny / "tokenizer.json")), AutoTokenizer.from_pretrained(tiny)
+def test_transformers_and_tokenizers_agree_on_the_tokenizer(nano: Path) -> None:
+    ours, theirs = Tokenizer.from_file(str(nano / "tokenizer.json")), AutoTokenizer.from_pretrained(nano)
     text = "<|im_start|>user\nThe river's 42 lanterns: naïve, 你好 🙂?\n\n  x<|im_end|>\n<tts_pad>"
     assert theirs(text)["input_ids"] == ours.encode(text).ids
     assert ours.decode(ours.encode(text).ids, skip_special_tokens=False) == text
-    assert len(theirs) == ours.get_vocab_size() == load_config(tiny).thinker.vocab_size
+    assert len(theirs) == ours.get_vocab_size() == load_config(nano).thinker.vocab_size
 
 
 @pytest.mark.parametrize("vocab_size", [1024, 4160])
@@ -209,8 +209,8 @@ def test_vocabulary_is_bytes_then_merges_then_special_tokens(vocab_size: int) ->
     assert sum(readable_ids(tokenizer)) > 0.8 * vocab_size
 
 
-def test_roles_and_the_generation_prompt_have_the_length_the_talker_counts_on(tiny: Path) -> None:
-    tokenizer, config = Tokenizer.from_file(str(tiny / "tokenizer.json")), load_config(tiny)
+def test_roles_and_the_generation_prompt_have_the_length_the_talker_counts_on(nano: Path) -> None:
+    tokenizer, config = Tokenizer.from_file(str(nano / "tokenizer.json")), load_config(nano)
     newline = tokenizer.encode("\n").ids
     assert len(newline) == 1
     roles = {"system": config.system_token_id, "user": config.user_token_id, "assistant": config.assistant_token_id}
@@ -223,8 +223,8 @@ def test_a_vocabulary_too_small_is_refused() -> None:
         build_tokenizer(300, 0)
 
 
-def test_the_chat_template_places_media_and_text(tiny: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_the_chat_template_places_media_and_text(nano: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(nano)
     parts = [{"type": kind} for kind in ("image", "audio", "video")] + [{"type": "text", "text": " see?"}]
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -239,8 +239,8 @@ def test_the_chat_template_places_media_and_text(tiny: Path) -> None:
     )
 
 
-def test_the_chat_template_refuses_a_part_it_does_not_know(tiny: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
+def test_the_chat_template_refuses_a_part_it_does_not_know(nano: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(nano)
     with pytest.raises(Exception, match="'smell' is not one of text, image, audio, video"):
         tokenizer.apply_chat_template([{"role": "user", "content": [{"type": "smell"}]}], tokenize=False)
 
@@ -254,12 +254,12 @@ def test_an_interrupted_make_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(synthetic, "_write_weights", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        make_checkpoint(tmp_path / "made", "tiny")
+        make_checkpoint(tmp_path / "made", "nano")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_failed_make_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_checkpoint(tmp_path / "made", "tiny")
+    folder = make_checkpoint(tmp_path / "made", "nano")
     before = digests(folder)
 
     def fail(*_: object) -> None:
@@ -267,7 +267,7 @@ def test_a_failed_make_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(synthetic, "_write_weights", fail)
     with pytest.raises(CheckpointError, match="No space left"):
-        make_checkpoint(folder, "tiny", seed=1)
+        make_checkpoint(folder, "nano", seed=1)
     assert digests(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
 
@@ -275,30 +275,30 @@ def test_a_failed_make_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: py
 def test_only_its_own_or_empty_folders_are_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    first = digests(make_checkpoint(folder, "tiny"))
-    assert digests(make_checkpoint(folder, "tiny", seed=1)) != first
+    first = digests(make_checkpoint(folder, "nano"))
+    assert digests(make_checkpoint(folder, "nano", seed=1)) != first
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.tex").touch()
     with pytest.raises(CheckpointError, match="precious is not empty"):
-        make_checkpoint(precious, "tiny")
+        make_checkpoint(precious, "nano")
     assert (precious / "thesis.tex").exists()
-    make_checkpoint(precious, "tiny", force=True)
+    make_checkpoint(precious, "nano", force=True)
     assert not (precious / "thesis.tex").exists()
     with pytest.raises(CheckpointError, match="is a file"):
-        make_checkpoint(folder / "config.json", "tiny")
+        make_checkpoint(folder / "config.json", "nano")
 
 
 @pytest.mark.parametrize("shards", [0, 101])
 def test_a_number_of_shards_out_of_range_is_refused(tmp_path: Path, shards: int) -> None:
     with pytest.raises(ValueError, match=f"shards is {shards}"):
-        make_checkpoint(tmp_path / "made", "tiny", shards=shards)
+        make_checkpoint(tmp_path / "made", "nano", shards=shards)
 
 
 def test_two_processes_can_fill_the_cache_at_once(tmp_path: Path) -> None:
     script = (
         "from triptych.models.qwen3_omni.synthetic import cached_checkpoint\n"
-        "print('ready', flush=True); input(); print(cached_checkpoint('tiny'))"
+        "print('ready', flush=True); input(); print(cached_checkpoint('nano'))"
     )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     children = [
@@ -325,10 +325,10 @@ def test_two_processes_can_fill_the_cache_at_once(tmp_path: Path) -> None:
 
 def test_the_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cached_checkpoint("tiny")
+    folder = cached_checkpoint("nano")
     assert folder.is_relative_to(tmp_path)
     monkeypatch.setattr(synthetic, "_write", lambda *_: pytest.fail("made twice"))
-    assert cached_checkpoint("tiny") == folder
+    assert cached_checkpoint("nano") == folder
 
 
 # The command
@@ -336,16 +336,16 @@ def test_the_cache_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_the_command_makes_what_its_options_ask_for(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    done = CliRunner().invoke(app, ["make-tiny", str(folder), "--seed", "3", "--layout", "fused", "--shards", "2"])
+    done = CliRunner().invoke(app, ["make", str(folder), "--seed", "3", "--layout", "fused", "--shards", "2"])
     assert done.exit_code == 0, done.output
     assert str(folder) in done.output
-    expected = make_checkpoint(tmp_path / "expected", "tiny", seed=3, layout="fused", shards=2)
+    expected = make_checkpoint(tmp_path / "expected", "nano", seed=3, layout="fused", shards=2)
     assert digests(folder) == digests(expected)
 
 
 def test_the_command_refuses_a_folder_with_other_files_until_forced(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    refused = CliRunner().invoke(app, ["make-tiny", str(tmp_path)])
+    refused = CliRunner().invoke(app, ["make", str(tmp_path)])
     assert isinstance(refused.exception, CheckpointError)
     assert "--force" in str(refused.exception)
-    assert CliRunner().invoke(app, ["make-tiny", str(tmp_path), "--force"]).exit_code == 0
+    assert CliRunner().invoke(app, ["make", str(tmp_path), "--force"]).exit_code == 0

@@ -15,7 +15,7 @@ app = typer.Typer(help="Make checkpoints with random weights.", no_args_is_help=
 class SizeName(StrEnum):
     """The sizes of `triptych.models.qwen3_omni.synthetic_config` as choices."""
 
-    tiny = "tiny"
+    nano = "nano"
     bench = "bench"
     mini = "mini"
 
@@ -31,12 +31,12 @@ class LayoutName(StrEnum):
 def _root() -> None: ...
 
 
-@app.command("make-tiny")
-def make_tiny(
+@app.command("make")
+def make(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it.", file_okay=False)],
     size: Annotated[
-        SizeName, typer.Option(help="tiny: 1.7 M parameters, float32; bench: 20 M, mini: 115 M, bfloat16.")
-    ] = SizeName.tiny,
+        SizeName, typer.Option(help="nano: 1.7 M parameters, float32; bench: 20 M, mini: 115 M, bfloat16.")
+    ] = SizeName.nano,
     seed: Annotated[int, typer.Option(help="The same seed gives the same weights.")] = 0,
     layout: Annotated[LayoutName, typer.Option(help="How the experts are stored.")] = LayoutName.per_expert,
     shards: Annotated[int, typer.Option(min=1, max=100, help="Number of weight files.")] = 1,

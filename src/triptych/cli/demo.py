@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from triptych.pipeline.launch import LaunchPlan
 
 DEADLINE_S = 600
+DEFAULT_PROMPT = "Water damaged my kitchen, please call on Friday."
 
 
 def command(
     model: Model = "tiny",
-    prompt: Annotated[str, typer.Option(help="What the user says.")] = "Hello! Who are you?",
+    prompt: Annotated[str, typer.Option(help="What the user says.")] = DEFAULT_PROMPT,
     out: Annotated[Path, typer.Option(help="Where the speech goes, as it comes.", dir_okay=False)] = Path("demo.wav"),
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 7,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of text.", min=1)] = 64,

