@@ -313,8 +313,16 @@ def _seen(rng: random.Random) -> Sample:
     )
 
 
+def typed(rng: random.Random, question: str) -> str:
+    """A question in some style, days with a capital or not."""
+    question = styled(rng, question)
+    if rng.random() < 0.5:
+        return question
+    return " ".join(word.capitalize() if word.strip(".,!?") in DAYS else word for word in question.split(" "))
+
+
 def styled(rng: random.Random, question: str) -> str:
-    """A question as people type it: capitals and marks come and go."""
+    """A question with capitals and marks, or without. The tokenizer is learnt from these, and must not change."""
     form = rng.random()
     if form < 0.4:
         return question

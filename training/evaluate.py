@@ -25,7 +25,7 @@ import numpy as np
 import openai
 from PIL import Image
 
-from training.domain import ONES, samples, styled
+from training.domain import ONES, samples, typed
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.pitch import voice_of
 from training.recogniser import transcribe
@@ -100,7 +100,7 @@ def written(count: int) -> list[Asked]:
     return [
         Asked(
             "written",
-            _conversation([(styled(rng, q), a) for q, a in sample.history], styled(rng, sample.question)),
+            _conversation([(typed(rng, q), a) for q, a in sample.history], typed(rng, sample.question)),
             sample.answer,
             names[index % len(names)],
         )
@@ -125,7 +125,7 @@ def seen(count: int) -> list[Asked]:
         sample: MediaSample = picture_sample(rng, "held_out")
         parts = [
             picture_part(sample.pictures, video=sample.is_video),
-            {"type": "text", "text": styled(rng, sample.question)},
+            {"type": "text", "text": typed(rng, sample.question)},
         ]
         found.append(
             Asked("video" if sample.is_video else "image", _conversation(sample.history, parts), sample.answer)

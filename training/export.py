@@ -84,6 +84,7 @@ def export(work: Path, folder: Path) -> None:
     _write_json(staging / MARKER, {"trained": "training/, see docs/training.md"})
     write_tokenizer(tokenizer, staging)
     _write_json(staging / "preprocessor_config.json", preprocessor_config())
+    shutil.copyfile(Path(__file__).parent / "model_card.md", staging / "README.md")
     save_file(stored, staging / "model.safetensors", metadata={"format": "pt"})
     shutil.copymode(staging / "config.json", staging / "model.safetensors")  # safetensors writes for the owner alone
     shutil.rmtree(folder, ignore_errors=True)

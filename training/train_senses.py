@@ -22,7 +22,7 @@ from transformers import Qwen3OmniMoeConfig, WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from training.checkpoints import load_state, save_state, seed_step
-from training.domain import Split, draw, styled
+from training.domain import Split, draw, typed
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.parts import widen
@@ -84,7 +84,7 @@ class SenseExamples:
 
     def written(self, rng: random.Random) -> Turn:
         sample = draw(rng, self.split)
-        return self._turn(rng, sample.history, styled(rng, sample.question), sample.answer, "written")
+        return self._turn(rng, sample.history, typed(rng, sample.question), sample.answer, "written")
 
     def spoken(self, rng: random.Random) -> Turn:
         while (sample := spoken_sample(rng, self.split)).spoken not in self.said:
@@ -106,7 +106,7 @@ class SenseExamples:
         pad = "<|video_pad|>" if sample.is_video else "<|image_pad|>"
         count = grid[0] * grid[1] * grid[2] // PREPROCESSOR.merge_size**2
         media = f"<|vision_start|>{pad * count}<|vision_end|>"
-        question = styled(rng, sample.question)
+        question = typed(rng, sample.question)
         text = media + question if rng.random() < 0.7 else question + media
         turn = self._turn(rng, sample.history, text, sample.answer, sample.kind)
         turn.pixels, turn.grid, turn.video = pixels, grid, sample.is_video
@@ -115,7 +115,7 @@ class SenseExamples:
     def _turn(self, rng: random.Random, history: Sequence[Any], text: str, answer: str, kind: str) -> Turn:
         ids: list[int] = []
         labels: list[int] = []
-        for question, reply in [*((styled(rng, q), a) for q, a in history), (text, answer)]:
+        for question, reply in [*((typed(rng, q), a) for q, a in history), (text, answer)]:
             prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             asked = self.tokenizer.encode(prompt).ids
             answered = self.tokenizer.encode(f"{reply}<|im_end|>").ids

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from training.checkpoints import load_state, save_state, seed_step
 from training.code_bank import CodeBank, build_bank
-from training.domain import Sample, draw, samples, styled
+from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import build_talker, text_embedding
 from training.rows import NO_CODE, SpeechExample, chat, speech_example
@@ -52,7 +52,7 @@ class SpokenExamples:
         answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
         if source.random() < STRAY_PROMPTS:
             sample = draw(source, "train")
-        question = styled(source, sample.question)
+        question = typed(source, sample.question)
         if source.random() < MEDIA_PROMPTS:
             question = with_media(source, question)
         return self.example(sample, question, answer, source.choice(self.bank.voices(answer)))
@@ -165,7 +165,7 @@ def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: 
     size = 16
     chosen = [
         examples.example(
-            sample, styled(rng, sample.question), sample.answer, rng.choice(examples.bank.voices(sample.answer))
+            sample, typed(rng, sample.question), sample.answer, rng.choice(examples.bank.voices(sample.answer))
         )
         for sample in held_out
     ]

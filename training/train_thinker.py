@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from training.checkpoints import load_state, save_state, seed_step
-from training.domain import Sample, draw, samples, styled
+from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import TextThinker
 from training.rows import chat
@@ -46,7 +46,7 @@ class ChatExamples:
         labels: list[int] = []
         system = rng.choice(SYSTEMS)
         for index, (question, answer) in enumerate([*sample.history, (sample.question, sample.answer)]):
-            prompt = chat(self.tokenizer, (), styled(rng, question), system if index == 0 else None)
+            prompt = chat(self.tokenizer, (), typed(rng, question), system if index == 0 else None)
             reply = [*self.tokenizer.encode(answer).ids, self.end]
             newline = self.tokenizer.encode("\n").ids
             ids += prompt + reply + newline
