@@ -354,6 +354,13 @@ def draw(rng: random.Random, split: Split) -> Sample:
             return sample
 
 
+def draw_sum(rng: random.Random, split: Split) -> Sample:
+    """One sum or difference of a split: what takes longest to learn."""
+    while (sample := _arithmetic(rng)).closed or sample.split != split:
+        pass
+    return sample
+
+
 def samples(count: int, split: Split, seed: int = 0) -> list[Sample]:
     """`count` samples; the same for the same arguments."""
     rng = random.Random(f"{split}:{seed}")

@@ -22,7 +22,7 @@ from transformers import Qwen3OmniMoeConfig, WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from training.checkpoints import load_state, save_state, seed_step
-from training.domain import Split, draw, typed
+from training.domain import Split, draw, draw_sum, typed
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.parts import widen
@@ -39,6 +39,7 @@ from triptych.models.qwen3_omni.video_features import second_per_grid
 PEAK_RATE, SEED = 1e-3, 7
 WRITTEN, SPOKEN, SEEN = 8, 10, 11  # samples of a step
 QUESTIONS: dict[Split, int] = {"train": 6000, "held_out": 200}
+SUMS = 0.6  # of the written ones
 _RATE = 16_000
 _IGNORED = -100
 _HEARD_OR_READ = ("written", "spoken")
@@ -83,7 +84,7 @@ class SenseExamples:
             self.said.setdefault(utterance.sentence, []).append(index)
 
     def written(self, rng: random.Random) -> Turn:
-        sample = draw(rng, self.split)
+        sample = draw_sum(rng, self.split) if rng.random() < SUMS else draw(rng, self.split)
         return self._turn(rng, sample.history, typed(rng, sample.question), sample.answer, "written")
 
     def spoken(self, rng: random.Random) -> Turn:
