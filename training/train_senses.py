@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,10 @@ from transformers import Qwen3OmniMoeConfig, WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from training.checkpoints import load_state, save_state, seed_step
-from training.domain import Split, draw, draw_sum, typed
+from training.domain import COLOURS, ONES, SHAPES, TENS, Split, draw, draw_sum, typed
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample, spoken_sample
+from training.naming import Names
 from training.parts import widen
 from training.pictures import patches
 from training.schedule import cosine, step_generator
@@ -40,6 +43,8 @@ PEAK_RATE, SEED = 1e-3, 7
 WRITTEN, SPOKEN, SEEN = 8, 10, 11  # samples of a step
 QUESTIONS: dict[Split, int] = {"train": 6000, "held_out": 200}
 SUMS = 0.6  # of the written ones
+NAMING = 0.5  # weight of the encoders' auxiliary losses
+SHOWN = {*COLOURS, *SHAPES, *ONES, *TENS[2:], "hundred"}  # what a picture can show, in words
 _RATE = 16_000
 _IGNORED = -100
 _HEARD_OR_READ = ("written", "spoken")
@@ -56,6 +61,7 @@ class Turn:
     grid: tuple[int, int, int] | None = None
     video: bool = False
     kind: str = "written"
+    words: list[int] = field(default_factory=list)  # what is heard, or which words of the domain are shown
 
 
 def question_store(work: Path, split: Split) -> SpeechStore:
@@ -98,7 +104,7 @@ class SenseExamples:
         sound = np.clip(sound + noise, -1, 1).astype(np.float32)
         text = f"<|audio_start|>{'<|audio_pad|>' * sound_tokens(len(sound))}<|audio_end|>"
         turn = self._turn(rng, sample.history, text, sample.answer, "spoken")
-        turn.sound = sound
+        turn.sound, turn.words = sound, self.tokenizer.encode(sample.spoken).ids
         return turn
 
     def seen(self, rng: random.Random) -> Turn:
@@ -111,6 +117,7 @@ class SenseExamples:
         text = media + question if rng.random() < 0.7 else question + media
         turn = self._turn(rng, sample.history, text, sample.answer, sample.kind)
         turn.pixels, turn.grid, turn.video = pixels, grid, sample.is_video
+        turn.words = [word_id(self.tokenizer, word) for word in sample.answer.split() if word in SHOWN]
         return turn
 
     def _turn(self, rng: random.Random, history: Sequence[Any], text: str, answer: str, kind: str) -> Turn:
@@ -124,6 +131,12 @@ class SenseExamples:
             ids += asked + answered + newline
             labels += [_IGNORED] * len(asked) + answered + [_IGNORED] * len(newline)
         return Turn(ids, labels, kind=kind)
+
+
+def word_id(tokenizer: Tokenizer, word: str) -> int:
+    """The token of a word inside a sentence. Raises ValueError for a word of several tokens."""
+    [found] = tokenizer.encode(f" {word}").ids
+    return found
 
 
 def sound_tokens(samples: int) -> int:
@@ -149,6 +162,8 @@ class SenseBatch:
             self.labels[index, : len(turn.ids) - 1] = torch.tensor(turn.labels[1:])
         self.inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
         self.kinds = [turn.kind for turn in turns]
+        self.words = [turn.words for turn in turns if turn.words]
+        self.rows = [self.count_rows(turn) for turn in turns if turn.words]
         sounds = [turn.sound for turn in turns if turn.sound is not None]
         if sounds:
             features = _extractor()(
@@ -156,7 +171,10 @@ class SenseBatch:
                 return_tensors="pt",
             )  # fmt: skip
             self.inputs["input_features"] = features["input_features"]
-            self.inputs["feature_attention_mask"] = features["attention_mask"]
+            # Beside a longer clip, the extractor counts a last frame that the clip alone would not have.
+            frames = torch.tensor([len(sound) // 160 for sound in sounds])
+            width = features["input_features"].shape[-1]
+            self.inputs["feature_attention_mask"] = (torch.arange(width) < frames[:, None]).long()
         for video, values, grids in (
             (False, "pixel_values", "image_grid_thw"),
             (True, "pixel_values_videos", "video_grid_thw"),
@@ -169,6 +187,14 @@ class SenseBatch:
                     self.inputs["video_second_per_grid"] = torch.full(
                         (len(some),), second_per_grid(PREPROCESSOR, MediaOptions())
                     )
+
+    @staticmethod
+    def count_rows(turn: Turn) -> int:
+        """Rows of the encoder of a turn's sound or pictures."""
+        if turn.sound is not None:
+            return sound_tokens(len(turn.sound))
+        assert turn.grid is not None
+        return math.prod(turn.grid) // PREPROCESSOR.merge_size**2
 
 
 def build_thinker(raw: dict[str, Any], text: dict[str, Tensor]) -> Any:
@@ -216,6 +242,32 @@ def of_one_length(turns: Sequence[Turn]) -> list[list[Turn]]:
     return list(senses.values())
 
 
+@contextmanager
+def encoder_rows(thinker: Any) -> Iterator[list[Tensor]]:
+    """The rows [N, hidden] that the encoders make inside."""
+    found: list[Tensor] = []
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        found.append(output.pooler_output)
+
+    hooks = [part.register_forward_hook(keep) for part in (thinker.model.audio_tower, thinker.model.visual)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def losses_of(thinker: Any, names: Names, batch: SenseBatch) -> tuple[Tensor, Tensor]:
+    """The mean loss of each example's answers [B], and of the names of what a batch of one sense holds."""
+    with encoder_rows(thinker) as rows:
+        answers = answer_losses(thinker, batch)
+    if not batch.words:
+        return answers, answers.new_zeros(())
+    parts = rows[0].split(batch.rows)
+    return answers, names.heard(parts, batch.words) if batch.kinds[0] == "spoken" else names.seen(parts, batch.words)
+
+
 def answer_losses(thinker: Any, batch: SenseBatch) -> Tensor:
     """The mean loss of each example's answers [B]."""
     logits = thinker(**batch.inputs, use_cache=False).logits
@@ -238,6 +290,8 @@ def train(work: Path, steps: int) -> None:
     thinker = build_thinker(raw, text["model"]).train()
     parameters = [parameter for parameter in thinker.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    table = thinker.model.language_model.embed_tokens.weight.detach()
+    names = Names(table, [word_id(tokenizer, word) for word in SHOWN])
     step = 0
     if state := load_state(folder / "state.pt"):
         thinker.load_state_dict(state["model"])
@@ -256,8 +310,11 @@ def train(work: Path, steps: int) -> None:
         optimizer.zero_grad()
         by_sense: dict[str, list[float]] = {}
         for part in of_one_length(turns):
-            losses = answer_losses(thinker, SenseBatch(part, pad))
-            (losses.sum() / len(turns)).backward()
+            losses, naming = losses_of(thinker, names, SenseBatch(part, pad))
+            ((losses.sum() + NAMING * len(part) * naming) / len(turns)).backward()
+            if part[0].words:
+                named = "heard_names" if part[0].kind == "spoken" else "seen_names"
+                by_sense.setdefault(named, []).append(naming.item())
             for turn, loss in zip(part, losses.tolist(), strict=True):
                 by_sense.setdefault(turn.kind if turn.kind in _HEARD_OR_READ else "seen", []).append(loss)
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
