@@ -46,7 +46,14 @@ class Names(nn.Module):
 
     def seen(self, rows: Sequence[Tensor], words: Sequence[Sequence[int]]) -> Tensor:
         """Mean loss of pictures of which some row must name each word that is shown, and none any other."""
-        content = self.table[self.content]
-        scores = torch.stack([(part @ content.T).logsumexp(0) for part in rows]) - _RARE
         shown = torch.tensor([[float(word in said) for word in self.content] for said in words])
-        return F.binary_cross_entropy_with_logits(scores, shown, reduction="sum") / max(1.0, float(shown.sum()))
+        return F.binary_cross_entropy_with_logits(self._scores(rows), shown, reduction="sum") / max(1.0, shown.sum())
+
+    def named(self, rows: Sequence[Tensor]) -> list[set[int]]:
+        """The words that the rows of each picture name."""
+        return [{self.content[index] for index in torch.nonzero(part > 0).flatten()} for part in self._scores(rows)]
+
+    def _scores(self, rows: Sequence[Tensor]) -> Tensor:
+        """Logits [pictures, content] of a word being named by some row."""
+        content = self.table[self.content]
+        return torch.stack([(part @ content.T).logsumexp(0) for part in rows]) - _RARE
