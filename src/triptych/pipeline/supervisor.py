@@ -71,14 +71,7 @@ class Supervisor:
         self._settled = asyncio.Event()  # every process has loaded for the first time, or one never will
         self._start_error: TriptychError | None = None
         self._peers = {name: f"ipc://{run_dir}/{index}.sock" for index, name in enumerate(deploy.processes)}
-        self.processes: Mapping[str, StageProcess] = {
-            name: StageProcess(
-                name=name,
-                stages=tuple(stage.stage for stage in stages),
-                budget=RestartBudget(deploy.max_stage_restarts),
-            )
-            for name, stages in deploy.processes.items()
-        }
+        self.processes: Mapping[str, StageProcess] = _processes(deploy)
 
     def listen(
         self,
@@ -123,8 +116,14 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._control.close()
 
-    def host(self, kind: StageKind) -> StageProcess:
-        return next(process for process in self.processes.values() if kind in process.stages)
+    def replicas(self, kind: StageKind) -> dict[str, StageProcess]:
+        """The process of each replica of a stage, by the replica's name and in order."""
+        return {
+            name: process
+            for process in self.processes.values()
+            for name, held in process.stages.items()
+            if held == kind
+        }
 
     def connected(self, identity: bytes) -> StageProcess | None:
         """The process behind a message; None for one that is gone, whose last messages count no more."""
@@ -196,8 +195,7 @@ class Supervisor:
         """Tell it before the process is gone: what its neighbours then say about lost handoffs only follows from it."""
         if process.fatal is not None and not process.fatal.done():
             process.fatal.set_result(message)
-        if process.state is ProcessState.READY:
-            process.state = ProcessState.RESTARTING
+        process.retire()
         self._on_down(process, str(process.ending(1, message)))
         self.send(process, Shutdown())
 
@@ -272,7 +270,7 @@ class Supervisor:
         try:
             child = await process.spawn((*self._command, "--endpoint", self._endpoint, "--process", process.name))
         except OSError as error:
-            return StageError(f"it cannot be started: {error}", process.stages[0], status=503)
+            return StageError(f"it cannot be started: {error}", next(iter(process.stages.values())), status=503)
         self._configure(process)  # on a busy machine it may have connected before the spawn returned
         self._set_timer(process, self._deploy.stage_init_timeout_s, self._check_load)
         if self._stopping.is_set():
@@ -312,3 +310,19 @@ class Supervisor:
             self._set_timer(process, max(LATE_S, limit / 10), partial(self._check_heartbeat, again=True))
         else:
             process.kill(f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")
+
+
+def _processes(deploy: DeployConfig) -> dict[str, StageProcess]:
+    """Every process of a deployment by name, with the replicas of stages that it holds."""
+    held: dict[str, dict[str, StageKind]] = {name: {} for name in deploy.processes}
+    numbers: dict[str, int] = {}
+    for stage in deploy.stages:
+        for number, (name, replica) in enumerate(deploy.replicas(stage.stage).items()):
+            held[replica.process][name] = stage.stage
+            numbers[replica.process] = number
+    return {
+        name: StageProcess(
+            name=name, stages=stages, replica=numbers[name], budget=RestartBudget(deploy.max_stage_restarts)
+        )
+        for name, stages in held.items()
+    }
