@@ -46,6 +46,11 @@ def state(orchestrator: Orchestrator, process: str) -> str:
     return orchestrator.health().processes[process].state
 
 
+def steps(orchestrator: Orchestrator) -> dict[str, int]:
+    """How many steps each replica said that it has made."""
+    return {name: stats.steps for name, stats in orchestrator.health().stages.items()}
+
+
 # --- fake stages in real processes ---
 
 
@@ -76,8 +81,7 @@ async def test_requests_never_mix_and_every_replica_works(
         ]
         assert sorted(name for process in health.processes.values() for name in process.stages) == sorted(names)
         # A warm-up alone makes four or five steps.
-        steps = lambda: {name: stats.steps for name, stats in orchestrator.health().stages.items()}  # noqa: E731
-        await eventually(lambda: all(steps().get(name, 0) >= 15 for name in names), 5)
+        await eventually(lambda: all(steps(orchestrator).get(name, 0) >= 15 for name in names), 5)
 
 
 async def test_a_killed_replica_fails_only_its_own_requests_while_the_others_take_new_ones() -> None:
@@ -103,7 +107,8 @@ async def test_a_killed_replica_fails_only_its_own_requests_while_the_others_tak
             "wave": 0,
         }
         await asyncio.gather(*(check_serves(orchestrator, f"after{index}") for index in range(4)))
-        await eventually(lambda: orchestrator.health().stages["talker:1"].steps >= 10, 5)
+        await eventually(lambda: steps(orchestrator).get("talker:1", 0) >= 10, 5)
+        assert orchestrator.health().stages["talker:1"].replica == 1
         assert orchestrator.health().freeing == 0
 
 

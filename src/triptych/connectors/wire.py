@@ -196,9 +196,10 @@ class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of one stage since its start."""
+    """Gauges and counters of one stage since its start. `replica` is for the server to fill in."""
 
     stage: StageKind
+    replica: int = 0
     running: int = 0
     waiting: int = 0
     parked: int = 0

@@ -136,7 +136,7 @@ class Orchestrator:
             ready=not self._closed and all(self._up(stage.stage) for stage in self._deploy.stages),
             processes={name: process.health(now) for name, process in processes.items()},
             stages={
-                process.replica_of(kind): stats
+                process.replica_of(kind): msgspec.structs.replace(stats, replica=process.replica)
                 for process in processes.values()
                 for kind, stats in process.stats.items()
             },
