@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import PIPE
 
-from triptych.config.schema import StageKind
+from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors.wire import Fatal, StageStats
 from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
 from triptych.pipeline.health import ProcessHealth, ProcessState
@@ -116,3 +116,19 @@ class StageProcess:
             heartbeat_age_s=None if self.last_heartbeat is None else now - self.last_heartbeat,
             restarts=self.restarts,
         )
+
+
+def stage_processes(deploy: DeployConfig) -> dict[str, StageProcess]:
+    """Every process of a deployment by name, with the replicas of stages that it holds."""
+    held: dict[str, dict[str, StageKind]] = {name: {} for name in deploy.processes}
+    numbers: dict[str, int] = {}
+    for stage in deploy.stages:
+        for number, (name, replica) in enumerate(deploy.replicas(stage.stage).items()):
+            held[replica.process][name] = stage.stage
+            numbers[replica.process] = number
+    return {
+        name: StageProcess(
+            name=name, stages=stages, replica=numbers[name], budget=RestartBudget(deploy.max_stage_restarts)
+        )
+        for name, stages in held.items()
+    }

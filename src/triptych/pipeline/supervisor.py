@@ -26,8 +26,7 @@ from triptych.connectors.wire import (
 from triptych.errors import ConnectorClosed, StageError, TriptychError
 from triptych.pipeline.control import ControlSocket, Receive
 from triptych.pipeline.health import ProcessState
-from triptych.pipeline.restarts import RestartBudget
-from triptych.pipeline.stage_process import StageProcess
+from triptych.pipeline.stage_process import StageProcess, stage_processes
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ class Supervisor:
         self._settled = asyncio.Event()  # every process has loaded for the first time, or one never will
         self._start_error: TriptychError | None = None
         self._peers = {name: f"ipc://{run_dir}/{index}.sock" for index, name in enumerate(deploy.processes)}
-        self.processes: Mapping[str, StageProcess] = _processes(deploy)
+        self.processes: Mapping[str, StageProcess] = stage_processes(deploy)
 
     def listen(
         self,
@@ -310,19 +309,3 @@ class Supervisor:
             self._set_timer(process, max(LATE_S, limit / 10), partial(self._check_heartbeat, again=True))
         else:
             process.kill(f"it sent no heartbeat for {age:.1f} s (heartbeat_timeout_s = {limit:g})")
-
-
-def _processes(deploy: DeployConfig) -> dict[str, StageProcess]:
-    """Every process of a deployment by name, with the replicas of stages that it holds."""
-    held: dict[str, dict[str, StageKind]] = {name: {} for name in deploy.processes}
-    numbers: dict[str, int] = {}
-    for stage in deploy.stages:
-        for number, (name, replica) in enumerate(deploy.replicas(stage.stage).items()):
-            held[replica.process][name] = stage.stage
-            numbers[replica.process] = number
-    return {
-        name: StageProcess(
-            name=name, stages=stages, replica=numbers[name], budget=RestartBudget(deploy.max_stage_restarts)
-        )
-        for name, stages in held.items()
-    }
