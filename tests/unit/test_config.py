@@ -233,7 +233,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
             "1, but thinker has 2 and shares process 'text' with code2wav",
         ),
         (0, {"enforce_eager": False}, "stages[0].enforce_eager", "not in this version"),
-        (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list 1 device"),
+        (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list one device"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),
         (0, {"max_num_seqs": 0}, "stages[0].max_num_seqs", "0 is not between 1 and 4096"),
@@ -352,9 +352,9 @@ def test_a_resolved_config_with_replicas_loads_again_as_it_is(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
-        ({"num_replicas": 2, "devices": "1"}, "'cuda:1' is 1 device, but num_replicas is 2"),
+        ({"num_replicas": 2, "devices": "1"}, "'cuda:1' names 1, but num_replicas is 2: each replica has one device"),
         ({"num_replicas": 2}, "set num_replicas to 1, or list 2 devices with commas between"),
-        ({"num_replicas": 2, "devices": "0,1,2"}, "'cuda:0,cuda:1,cuda:2' is 3 devices, but num_replicas is 2"),
+        ({"num_replicas": 2, "devices": "0,1,2"}, "'cuda:0,cuda:1,cuda:2' names 3, but num_replicas is 2"),
         ({"num_replicas": 2, "devices": "cpu,0"}, "'cpu,cuda:0' is a mix"),
         (
             {"num_replicas": 3, "devices": "1,1,1", "gpu_memory_utilization": 0.5},

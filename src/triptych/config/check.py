@@ -225,9 +225,9 @@ def _check_devices(stage: StageConfig, path: str) -> None:
             )
     if len(devices) != stage.num_replicas:
         raise ConfigError(
-            f"{stage.devices!r} is {_count(len(devices), 'device')}, but num_replicas is {stage.num_replicas}: each "
+            f"{stage.devices!r} names {len(devices)}, but num_replicas is {stage.num_replicas}: each "
             f"replica has one device; set num_replicas to {len(devices)}, or list "
-            f"{_count(stage.num_replicas, 'device')} with commas between",
+            + ("one device" if stage.num_replicas == 1 else f"{stage.num_replicas} devices with commas between"),
             path,
         )
     if len({device == "cpu" for device in devices}) > 1:
@@ -245,10 +245,6 @@ def _check_devices(stage: StageConfig, path: str) -> None:
                 f"{1000 // count / 1000}",
                 path,
             )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _check_sharing(stages: tuple[StageConfig, ...]) -> None:
