@@ -64,7 +64,7 @@ def test_the_caches_of_all_replicas_must_fit_the_machine(nano: Path, monkeypatch
     monkeypatch.setattr(os, "sysconf", lambda name: 3 * 2**28 if name == "SC_PHYS_PAGES" else 1)
     override = {"num_kv_blocks": 2**29 // block_bytes}
     plan(str(nano), platform="cpu", stage_overrides={"1": override})
-    with pytest.raises(ConfigError, match=r"in each of 2 replicas takes .*B, more than the 768 MiB.*or num_replicas"):
+    with pytest.raises(ConfigError, match=r"in each of 2 replicas takes 1\.0 GiB, .* 768\.0 MiB.*or num_replicas"):
         plan(str(nano), platform="cpu", stage_overrides={"1": override | {"num_replicas": 2}})
 
 
