@@ -126,7 +126,7 @@ class FakeOrchestrator:
         def process(name: str, *stages: Any) -> ProcessHealth:
             return ProcessHealth(
                 name=name,
-                stages=stages,
+                stages={stage: stage for stage in stages},
                 state=self.state,
                 pid=1,
                 heartbeat_age_s=self.heartbeat_age_s,

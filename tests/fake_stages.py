@@ -25,13 +25,15 @@ import numpy as np
 
 from triptych.config.sampling import SamplingParams
 from triptych.config.schema import ConnectorConfig, ConnectorExtra, DeployConfig, StageConfig, StageKind
-from triptych.connectors.contract import Handoff
+from triptych.connectors.contract import Handoff, Sender
 from triptych.connectors.wire import (
     AudioOutput,
     Failed,
     Grant,
     SpeechOutput,
     StageStats,
+    SubmitCodec,
+    SubmitSpeech,
     SubmitText,
     TextOutput,
 )
@@ -39,6 +41,7 @@ from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 from triptych.pipeline.request import GenerationRequest
 from triptych.stages.__main__ import main
+from triptych.stages.arrivals import Arrivals
 from triptych.stages.contract import StageContext, Submit
 
 FRAMES_PER_WORD = 2
@@ -75,20 +78,26 @@ PROMPT = (1, 4, 9, 10, 11, 2, 9, 1, 5, 9)
 
 
 def deploy_config(
-    *, processes: tuple[str, ...] = ("text", "speech", "wave"), window: int = 8, max_num_seqs: int = 64, **values: Any
+    *,
+    processes: tuple[str, ...] = ("text", "speech", "wave"),
+    replicas: tuple[int, ...] = (1, 1, 1),
+    window: int = 8,
+    max_num_seqs: int = 64,
+    **values: Any,
 ) -> DeployConfig:
-    """A deployment of the fake stages: one process name for each stage, or one name for text only."""
+    """A deployment of the fake stages: a process name and a number of replicas for each; one name is text only."""
     kinds: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
     stages = tuple(
         StageConfig(
             stage_id=index,
             stage=kind,
             process=process,
-            devices="cpu",
+            devices=",".join(["cpu"] * count),
+            num_replicas=count,
             max_num_seqs=max_num_seqs,
             input_connectors={kinds[index - 1]: "edge"} if index and processes[index - 1] != process else {},
         )
-        for index, (kind, process) in enumerate(zip(kinds, processes, strict=False))
+        for index, (kind, process, count) in enumerate(zip(kinds, processes, replicas, strict=False))
     )
     connectors = {"edge": ConnectorConfig(kind="shm", extra=ConnectorExtra(window=window, inline_bytes=16))}
     return DeployConfig(stages=stages, connectors=connectors, **values)
@@ -112,6 +121,7 @@ class Held:
     """One request in one stage."""
 
     submit: Submit
+    sender: Sender | None = None
     inputs: deque[Handoff] = field(default_factory=deque)
     out: deque[tuple[np.ndarray[Any, Any], bool]] = field(default_factory=deque)
     made: int = 0
@@ -127,8 +137,8 @@ class FakeStage:
         self.kind: StageKind = context.config.stage
         self.knobs: dict[str, Any] = json.loads(context.model)
         self.outbox = context.outbox
-        self.sender = next(iter(context.senders.values()), None)
-        self.receiver = next(iter(context.receivers.values()), None)
+        self.senders = {name: edge for edges in context.senders.values() for name, edge in edges.items()}
+        self.arrivals = Arrivals({name: edge for edges in context.receivers.values() for name, edge in edges.items()})
         self.held: dict[str, Held] = {}
         self.steps = 0
         if self.knobs.get("refuse") == self.kind:
@@ -143,26 +153,34 @@ class FakeStage:
         if message.request_id == f"reject-{self.kind}" or (sick and message.request_id.startswith("warm-up")):
             self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message="I was told to reject"))
             return
-        self.held[message.request_id] = Held(message, credit=getattr(message, "credit", 0))
-        for half in (self.sender, self.receiver):
-            if half is not None:
-                half.open(message.request_id)
+        held = self.held[message.request_id] = Held(message, credit=getattr(message, "credit", 0))
+        match message:
+            case SubmitText(speak=True):
+                held.sender = self.senders[message.route.talker]
+            case SubmitSpeech():
+                self.arrivals.open(message.request_id, message.route.thinker)
+                held.sender = self.senders[message.route.code2wav]
+            case SubmitCodec():
+                self.arrivals.open(message.request_id, message.route.talker)
+        if held.sender is not None:
+            held.sender.open(message.request_id)
 
     def grant(self, message: Grant) -> None:
         if self.kind == "code2wav" and message.request_id in self.held:
             self.held[message.request_id].credit += message.count
 
     def abort(self, request_id: str) -> None:
-        self.held.pop(request_id, None)
-        for half in (self.sender, self.receiver):
-            if half is not None:
-                half.close(request_id)
+        held = self.held.pop(request_id, None)
+        if held is not None and held.sender is not None:
+            held.sender.close(request_id)
+        self.arrivals.close(request_id)
 
     def poll_inputs(self) -> None:
-        for request_id in self.sender.writable() if self.sender is not None else ():
-            if request_id in self.held:
-                self.held[request_id].parked = False
-        for item in self.receiver.receive() if self.receiver is not None else ():
+        for sender in self.senders.values():
+            for request_id in sender.writable():
+                if request_id in self.held:
+                    self.held[request_id].parked = False
+        for item in self.arrivals.receive():
             if isinstance(item, tuple):
                 request_id, error = item
                 self.abort(request_id)
@@ -170,8 +188,7 @@ class FakeStage:
             elif item.request_id in self.held:
                 self.held[item.request_id].inputs.append(item)
             else:
-                assert self.receiver is not None
-                self.receiver.release(item)
+                self.arrivals.release(item)
 
     def has_work(self) -> bool:
         return any(self._ready(held) for held in self.held.values())
@@ -228,8 +245,7 @@ class FakeStage:
         handoff = held.inputs.popleft()
         words = handoff.arrays["token_ids"].repeat(FRAMES_PER_WORD)
         codes = np.repeat(words[:, None], 16, axis=1).astype(np.int32)
-        assert self.receiver is not None
-        self.receiver.release(handoff)
+        self.arrivals.release(handoff)
         held.made += len(codes)
         if handoff.final:
             self.outbox.send(SpeechOutput(request_id=request_id, num_frames=held.made, finish_reason="stop"))
@@ -237,11 +253,11 @@ class FakeStage:
         self._hand_over(request_id, held)
 
     def _hand_over(self, request_id: str, held: Held) -> None:
-        assert self.sender is not None
+        assert held.sender is not None
         name = "token_ids" if self.kind == "thinker" else "codes"
         while held.out and not held.parked:
             array, final = held.out[0]
-            held.parked = not self.sender.try_put(request_id, {name: array}, final=final)
+            held.parked = not held.sender.try_put(request_id, {name: array}, final=final)
             if not held.parked and held.out.popleft()[1]:
                 self.held.pop(request_id)
 
@@ -250,8 +266,7 @@ class FakeStage:
         codes = handoff.arrays["codes"]
         samples = np.repeat(codes[:, 0], SAMPLES_PER_FRAME).astype("<f4").tobytes()
         message = AudioOutput(request_id=request_id, seq=held.made, num_frames=len(codes), final=handoff.final)
-        assert self.receiver is not None
-        self.receiver.release(handoff)
+        self.arrivals.release(handoff)
         self.outbox.send(message, samples)
         held.made += 1
         held.credit -= 1

@@ -113,6 +113,10 @@ class Bench:
         self.replies: dict[str, Reply] = defaultdict(Reply)
         self.codes: dict[str, list[NDArray[np.int32]]] = defaultdict(list)
         self.text_edge, self.code_edge = MemoryEdge("thinker", window), MemoryEdge("talker", window)
+        edges: tuple[tuple[StageKind, StageKind, MemoryEdge], ...] = (
+            ("thinker", "talker", self.text_edge),
+            ("talker", "code2wav", self.code_edge),
+        )
         common = {"max_model_len": 1024, "devices": "cpu", "dtype": "float32", "kv_cache_bytes": 1 << 24, **stage}
         kinds: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
         configs = {
@@ -131,8 +135,8 @@ class Bench:
                 deploy=deploy,
                 model=str(model),
                 outbox=self,
-                senders={"thinker": {"talker": self.text_edge}, "talker": {"code2wav": self.code_edge}}.get(kind, {}),
-                receivers={"talker": {"thinker": self.text_edge}, "code2wav": {"talker": self.code_edge}}.get(kind, {}),
+                senders={target: {target: edge} for source, target, edge in edges if source == kind},
+                receivers={source: {source: edge} for source, target, edge in edges if target == kind},
                 progress=lambda done, total: None,
             )
 

@@ -110,6 +110,13 @@ def test_dry_run_prints_a_deploy_file_with_every_flag_in_it(environment: dict[st
     assert [stage["stage"] for stage in alone["stages"]] == ["thinker"]
 
 
+def test_replicas_and_their_devices_are_in_the_dry_run(environment: dict[str, str]) -> None:
+    override = '{"1": {"num_replicas": 2, "devices": "1,2", "gpu_memory_utilization": 0.3}}'
+    done = run(environment, "serve", "nano", "--platform", "cuda", "--stage-overrides", override, "--dry-run")
+    talker = yaml.safe_load(done.stdout)["stages"][1]
+    assert (talker["num_replicas"], talker["devices"]) == (2, "cuda:1,cuda:2")
+
+
 def test_what_requests_may_name_is_in_the_dry_run(environment: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "clips").mkdir()
     domains = ["--allowed-media-domains", "a.com, b.org", "--allowed-media-domains", "c.net"]
@@ -133,7 +140,8 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
     [
         (["serve", "no/where/at-all"], "is not a checkpoint folder"),
         (["serve", "nano", "--deploy-config", "nope"], "neither a file nor a profile"),
-        (["serve", "nano", "--stage-overrides", '{"1": {"num_replicas": 2}}'], "stages[1].num_replicas"),
+        (["serve", "nano", "--stage-overrides", '{"0": {"num_replicas": 2}}'], "stages[2].num_replicas"),
+        (["serve", "nano", "--stage-overrides", '{"1": {"num_replicas": 0}}'], "0 is not between 1 and 64"),
         (["serve", "nano", "--stage-overrides", '{"1": {"max_seqs": 2}}'], "did you mean 'max_num_seqs'"),
         (["serve", "nano", "--stage-overrides", "{"], "--stage-overrides: not JSON"),
         (["serve", "nano", "--stage-overrides", '{"0": {"devices": "cuda:0"}}'], "the platform is cpu"),

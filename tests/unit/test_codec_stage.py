@@ -19,6 +19,7 @@ from triptych.connectors.wire import AudioOutput, Failed, Grant, SubmitCodec, Su
 from triptych.errors import CheckpointError, ConfigError, SequenceGap
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import Code2WavConfig, load_config
+from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence
 from triptych.stages.codec_stage import CodecStage
 from triptych.stages.contract import StageContext
@@ -125,7 +126,7 @@ class Bench:
         self.receiver = FakeReceiver(self.window)
         self.stage = CodecStage(
             model=self.model,
-            receiver=self.receiver,
+            arrivals=Arrivals({"talker": self.receiver}),
             outbox=self.outbox,
             cadence=self.cadence,
             max_num_seqs=self.max_num_seqs,
@@ -558,7 +559,7 @@ def context(folder: Path, outbox: FakeOutbox, receiver: FakeReceiver | None) -> 
         model=str(folder),
         outbox=outbox,
         senders={},
-        receivers={} if receiver is None else {"talker": receiver},
+        receivers={} if receiver is None else {"talker": {"talker": receiver}},
         progress=lambda done, total: None,
     )
 

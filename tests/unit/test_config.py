@@ -15,7 +15,7 @@ from triptych.config.schema import DeployConfig, StageKind
 from triptych.config.units import format_bytes, parse_bytes
 from triptych.errors import ConfigError
 from triptych.models.registry import FAMILIES
-from triptych.pipeline.launch import SYNTHETIC_PROFILE
+from triptych.pipeline.launch import SMALL_PROFILE
 
 CONTEXTS: dict[StageKind, int] = {"thinker": 65536, "talker": 65536, "code2wav": 8000}
 
@@ -58,7 +58,7 @@ def test_stages_on_one_cuda_device_ask_for_no_more_than_all_of_it(name: str) -> 
 
 
 def test_every_profile_that_the_registry_names_is_shipped() -> None:
-    named = {SYNTHETIC_PROFILE}
+    named = {SMALL_PROFILE}
     for family in FAMILIES.values():
         named |= {family.profile("cpu", 0), family.profile("cuda", 1), family.profile("cuda", 4)}
     assert named <= set(profiles())
@@ -214,9 +214,26 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stage", "override", "path", "message"),
     [
-        (1, {"num_replicas": 2, "devices": "1,2"}, "stages[1].num_replicas", "not in this version"),
+        (1, {"num_replicas": 0}, "stages[1].num_replicas", "0 is not between 1 and 64"),
+        (1, {"num_replicas": -2}, "stages[1].num_replicas", "-2 is not between 1 and 64"),
+        (1, {"num_replicas": 65}, "stages[1].num_replicas", "65 is not between 1 and 64"),
+        (1, {"num_replicas": "two"}, "stage_overrides.1.num_replicas", "Expected `int`"),
+        (1, {"num_replicas": 3, "devices": "cpu,cpu"}, "stages[1].devices", "num_replicas is 3"),
+        (
+            1,
+            {"num_replicas": 2, "devices": "0,1"},
+            "stages[1].devices",
+            "'0' is a CUDA device, but the platform is cpu",
+        ),
+        (1, {"num_replicas": 2, "devices": "cpu,"}, "stages[1].devices", "'' is not one of 'auto'"),
+        (
+            0,
+            {"num_replicas": 2},
+            "stages[2].num_replicas",
+            "1, but thinker has 2 and shares process 'text' with code2wav",
+        ),
         (0, {"enforce_eager": False}, "stages[0].enforce_eager", "not in this version"),
-        (1, {"devices": "1,2"}, "stages[1].devices", "one device a stage"),
+        (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list one device"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),
         (0, {"max_num_seqs": 0}, "stages[0].max_num_seqs", "0 is not between 1 and 4096"),
@@ -295,6 +312,75 @@ def test_inproc_is_only_for_stages_that_share_a_process(tmp_path: Path) -> None:
 def test_devices_come_out_as_torch_names_them() -> None:
     deploy = load("tiny_cpu", "cuda", stages={0: {"devices": "auto"}, 1: {"devices": 1}, 2: {"devices": "cuda:3"}})
     assert [stage.devices for stage in deploy.stages] == ["cuda", "cuda:1", "cuda:3"]
+
+
+# --- replicas ---
+
+
+def test_replicas_have_a_process_and_a_device_each() -> None:
+    deploy = load("tiny_cpu", "cuda", stages={1: {"num_replicas": 2, "devices": "1, cuda:2"}})
+    assert [stage.devices for stage in deploy.stages] == ["cuda", "cuda:1,cuda:2", "cuda"]
+    talkers = deploy.replicas("talker")
+    assert {name: (each.process, each.devices, each.num_replicas) for name, each in talkers.items()} == {
+        "talker:0": ("speech:0", "cuda:1", 1),
+        "talker:1": ("speech:1", "cuda:2", 1),
+    }
+    assert list(deploy.processes) == ["text", "speech:0", "speech:1"]
+    assert [stage.stage for stage in deploy.processes["text"]] == ["thinker", "code2wav"]
+    assert deploy.replicas("thinker") == {"thinker": deploy.stages[0]}
+
+
+def test_stages_of_one_process_are_replicated_together() -> None:
+    deploy = load("tiny_cpu", stages={0: {"num_replicas": 2}, 2: {"num_replicas": 2}})
+    assert {name: [stage.stage for stage in stages] for name, stages in deploy.processes.items()} == {
+        "text:0": ["thinker", "code2wav"],
+        "text:1": ["thinker", "code2wav"],
+        "speech": ["talker"],
+    }
+
+
+@pytest.mark.parametrize("devices", [{}, {"devices": "auto"}, {"devices": "cpu, cpu,cpu"}])
+def test_on_cpu_one_word_stands_for_all_replicas(devices: dict[str, str]) -> None:
+    assert load("tiny_cpu", stages={1: {"num_replicas": 3, **devices}}).stages[1].devices == "cpu,cpu,cpu"
+
+
+def test_a_resolved_config_with_replicas_loads_again_as_it_is(tmp_path: Path) -> None:
+    deploy = load("tiny_cpu", stages={1: {"num_replicas": 2}})
+    assert load(write(tmp_path, "again.yaml", to_yaml(deploy))) == deploy
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ({"num_replicas": 2, "devices": "1"}, "'cuda:1' names 1, but num_replicas is 2: each replica has one device"),
+        ({"num_replicas": 2}, "set num_replicas to 1, or list 2 devices with commas between"),
+        ({"num_replicas": 2, "devices": "0,1,2"}, "'cuda:0,cuda:1,cuda:2' names 3, but num_replicas is 2"),
+        ({"num_replicas": 2, "devices": "cpu,0"}, "'cpu,cuda:0' is a mix"),
+        (
+            {"num_replicas": 3, "devices": "1,1,1", "gpu_memory_utilization": 0.5},
+            "gives cuda:1 to 3 replicas, each with 0.5 of its memory (gpu_memory_utilization); list 3 different "
+            "devices, or lower gpu_memory_utilization to at most 0.333",
+        ),
+        ({"num_replicas": 2, "devices": "cuda,0", "gpu_memory_utilization": 0.6}, "gives cuda:0 to 2 replicas"),
+    ],
+)
+def test_devices_that_cannot_hold_the_replicas_are_refused(stage: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("tiny_cpu", "cuda", stages={1: stage})
+    assert caught.value.path == "stages[1].devices" and message in str(caught.value)
+
+
+def test_replicas_may_share_a_cuda_device_within_its_memory() -> None:
+    stage = {"num_replicas": 3, "devices": "1,1,1", "gpu_memory_utilization": 0.333}
+    assert load("tiny_cpu", "cuda", stages={1: stage}).stages[1].devices == "cuda:1,cuda:1,cuda:1"
+
+
+def test_replicas_are_joined_through_shared_memory(tmp_path: Path) -> None:
+    path = derived(tmp_path, "connectors: {shm: {kind: inproc}}\n")
+    replicated = {index: {"process": "one", "num_replicas": 2} for index in range(3)}
+    with pytest.raises(ConfigError, match=r"stages\[1\].*is inproc, but talker has 2 replicas.*use kind: shm"):
+        load(path, stages=replicated)
+    assert list(load("tiny_cpu", stages=replicated).processes) == ["one:0", "one:1"]
 
 
 def test_a_hidden_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from triptych.config.sampling import SamplingParams
 from triptych.connectors.wire import SubmitSpeech
+from triptych.engine.kv_budget import bytes_per_block
 from triptych.errors import ConfigError
 from triptych.pipeline.admission import admit
 from triptych.pipeline.launch import plan
@@ -48,6 +49,23 @@ def test_what_no_stage_could_load_is_refused(
         plan(str(nano), deploy_config="tiny_cpu", platform="cpu", stage_overrides={str(stage): override})
     assert caught.value.path == path
     assert "(in tiny_cpu" in str(caught.value)
+
+
+def test_the_caches_of_all_replicas_must_fit_the_machine(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talker = plan(str(nano), platform="cpu").config.talker
+    assert talker is not None
+    block_bytes = bytes_per_block(
+        layers=talker.text.num_hidden_layers,
+        block_size=16,
+        kv_heads=talker.text.num_key_value_heads,
+        head_dim=talker.text.head_dim,
+        itemsize=4,
+    )
+    monkeypatch.setattr(os, "sysconf", lambda name: 3 * 2**28 if name == "SC_PHYS_PAGES" else 1)
+    override = {"num_kv_blocks": 2**29 // block_bytes}
+    plan(str(nano), platform="cpu", stage_overrides={"1": override})
+    with pytest.raises(ConfigError, match=r"in each of 2 replicas takes 1\.0 GiB, .* 768\.0 MiB.*or num_replicas"):
+        plan(str(nano), platform="cpu", stage_overrides={"1": override | {"num_replicas": 2}})
 
 
 def test_the_least_that_can_be_served_is_accepted(nano: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from typing import Any, cast
 
 import pytest
 
 from tests.fake_pipeline import FakeLease
 from tests.fake_stages import CONFIG, deploy_config, generation_request
-from triptych.connectors.wire import Abort, AudioOutput, Failed, SpeechOutput, TextOutput
+from triptych.config.schema import StageKind
+from triptych.connectors.wire import Abort, AudioOutput, Failed, Route, SpeechOutput, TextOutput
 from triptych.errors import DeadlineError, RequestError, StageError, TriptychError
 from triptych.pipeline import request_table
 from triptych.pipeline.admission import admit
 from triptych.pipeline.request_table import RequestTable
+from triptych.pipeline.restarts import RestartBudget
+from triptych.pipeline.routing import Router
 from triptych.pipeline.stage_process import StageProcess
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import Supervisor
@@ -22,29 +26,25 @@ from triptych.pipeline.supervisor import Supervisor
 DEPLOY = deploy_config()
 
 
-@dataclasses.dataclass(eq=False)
-class Process:
-    name: str
-    stages: tuple[str, ...]
-    loaded: bool = True
-    sent: list[Any] = dataclasses.field(default_factory=list)
+def process(name: str, *stages: StageKind, replica: int = 0) -> StageProcess:
+    held = {stage if replica == 0 else f"{stage}:{replica}": stage for stage in stages}
+    return StageProcess(name=name, stages=held, replica=replica, budget=RestartBudget(0), loaded=True)
 
 
 class Stages:
     """Takes what the table sends, in the place of a Supervisor."""
 
     def __init__(self) -> None:
-        self.processes = [Process("text", ("thinker",)), Process("speech", ("talker", "code2wav"))]
+        self.text, self.speech = process("text", "thinker"), process("speech", "talker", "code2wav")
+        self.processes = [self.text, self.speech]
+        self.sent: dict[StageProcess, list[Any]] = defaultdict(list)
 
-    def host(self, kind: str) -> Process:
-        return next(process for process in self.processes if kind in process.stages)
-
-    def send(self, process: Process, message: Any) -> bool:
-        process.sent.append(message)
+    def send(self, process: StageProcess, message: Any) -> bool:
+        self.sent[process].append(message)
         return process.loaded
 
     def aborted(self) -> bool:
-        return all(isinstance(process.sent[-1], Abort) for process in self.processes)
+        return all(isinstance(self.sent[process][-1], Abort) for process in self.processes)
 
 
 class Open:
@@ -52,14 +52,18 @@ class Open:
 
     def __init__(self, *, timeout_s: float = 60, late_s: float = 0) -> None:
         self.stages = Stages()
-        self.table = RequestTable(cast(Supervisor, self.stages))
+        self.router = Router({"thinker": 4, "talker": 4, "code2wav": 4})
+        self.table = RequestTable(cast(Supervisor, self.stages), self.router)
         self.lease = FakeLease(())
         arrival = asyncio.get_running_loop().time() - late_s
         self.request = dataclasses.replace(generation_request("r"), lease=self.lease, arrival=arrival)
-        self.stream: RequestStream = self.table.open(self.request, admit(self.request, DEPLOY, CONFIG), timeout_s)
+        self.stream: RequestStream = self.table.open(
+            self.request, admit(self.request, DEPLOY, CONFIG), self.hosts, timeout_s
+        )
 
-    def process(self, index: int) -> StageProcess:
-        return cast(StageProcess, self.stages.processes[index])
+    @property
+    def hosts(self) -> dict[StageKind, StageProcess]:
+        return {"thinker": self.stages.text, "talker": self.stages.speech, "code2wav": self.stages.speech}
 
 
 async def test_a_request_that_is_done_lets_go_at_once() -> None:
@@ -87,9 +91,9 @@ async def test_an_aborted_request_lets_go_when_the_last_stage_has(ending: str) -
         case "shut down":
             one.table.fail_all(StageError("over", "thinker"))
     assert one.stages.aborted() and one.lease.closed == 0
-    one.table.freed("r", "talker", "code2wav")
+    one.table.freed("r", one.stages.speech, "talker", "code2wav")
     assert one.lease.closed == 0
-    one.table.freed("r", "thinker")
+    one.table.freed("r", one.stages.text, "thinker")
     assert one.lease.closed == 1
     one.table.close()
     assert one.lease.closed == 1
@@ -99,13 +103,56 @@ async def test_the_death_of_a_stage_frees_what_it_held() -> None:
     one = Open()
     text, speech = one.stages.processes
     text.loaded = False
-    one.table.lose(one.process(0), "killed")
+    one.table.lose(text, "killed")
     assert one.lease.closed == 0  # the other process still answers
     speech.loaded = False
-    one.table.lose(one.process(1), "killed")
+    one.table.lose(speech, "killed")
     assert one.lease.closed == 1
     with pytest.raises(StageError):
         await anext(aiter(one.stream))
+
+
+async def test_what_a_process_frees_of_other_replicas_does_not_count() -> None:
+    one = Open()
+    other = process("speech:1", "talker", "code2wav", replica=1)
+    one.table.cancel("r")
+    one.table.freed("r", one.stages.text, "thinker")
+    one.table.freed("r", other, "talker", "code2wav")
+    assert one.lease.closed == 0 and one.table.num_freeing == 1
+    one.table.freed("r", one.stages.speech, "talker", "code2wav")
+    assert one.lease.closed == 1
+
+
+async def test_only_the_replicas_of_a_request_hear_of_it_and_take_it_down() -> None:
+    one = Open()
+    other = process("speech:1", "talker", "code2wav", replica=1)
+    request = generation_request("s")
+    hosts = {**one.hosts, "code2wav": other}
+    stream = one.table.open(request, admit(request, DEPLOY, CONFIG), hosts, 60)
+    assert [message.request_id for message in one.stages.sent[other]] == ["s"]
+    route = Route(thinker="thinker", talker="talker", code2wav="code2wav:1")
+    announced = [message for messages in one.stages.sent.values() for message in messages if message.request_id == "s"]
+    assert [message.route for message in announced] == [route] * 3
+    one.table.lose(other, "killed")
+    with pytest.raises(StageError, match=r"stage code2wav \(process 'speech:1'\) went down: killed"):
+        await anext(aiter(stream))
+    assert one.table.num_running == 1, "the request on the first replica goes on"
+    assert {name: one.router.num_requests(name) for name in ("talker", "code2wav", "code2wav:1")} == {
+        "talker": 1,
+        "code2wav": 1,
+        "code2wav:1": 0,
+    }
+
+
+async def test_a_stage_that_is_done_has_no_work_left_while_the_others_go_on() -> None:
+    one = Open()
+    assert (one.router.work("thinker"), one.router.work("talker"), one.router.work("code2wav")) == (15, 110, 110)
+    one.table.advance(TextOutput(request_id="r", seq=0, text="a", num_tokens=1, finish_reason="stop"), b"")
+    assert (one.router.work("thinker"), one.router.work("talker"), one.router.work("code2wav")) == (0, 110, 110)
+    one.table.advance(SpeechOutput(request_id="r", num_frames=1, finish_reason="stop"), b"")
+    assert (one.router.work("talker"), one.router.work("code2wav")) == (0, 110)
+    one.table.advance(AudioOutput(request_id="r", seq=0, num_frames=1, final=True), b"")
+    assert one.router.work("code2wav") == 0 and one.table.num_running == 0
 
 
 async def test_with_no_stage_left_to_tell_it_lets_go_at_once() -> None:
@@ -136,7 +183,7 @@ async def test_an_id_in_use_leaves_the_lease_to_the_caller() -> None:
     one = Open()
     other = dataclasses.replace(one.request, lease=FakeLease(()))
     with pytest.raises(RequestError, match="in use"):
-        one.table.open(other, admit(other, DEPLOY, CONFIG), 60)
+        one.table.open(other, admit(other, DEPLOY, CONFIG), one.hosts, 60)
     assert cast(FakeLease, other.lease).closed == one.lease.closed == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args, get_origin
 
@@ -32,9 +33,11 @@ _USED_BY: dict[str, tuple[StageKind, ...]] = {
 }
 _FRACTIONS = ("gpu_memory_utilization",)
 _MOST = 2**31 - 1
+MOST_REPLICAS = 64
 _RANGES: dict[str, tuple[float, float]] = {  # other counts: 1 to _MOST; other durations: above 0
     "stage_id": (0, _MOST),
     "threads": (1, 1024),
+    "num_replicas": (1, MOST_REPLICAS),
     "max_num_seqs": (1, 4096),
     "max_model_len": (0, _MOST),
     "num_kv_blocks": (0, _MOST),
@@ -138,6 +141,7 @@ def check_deploy(deploy: DeployConfig) -> None:
     for index, stage in enumerate(deploy.stages):
         _check_stage(stage, f"stages[{index}]")
         _check_inputs(stage, deploy, f"stages[{index}].input_connectors")
+    _check_sharing(deploy.stages)
 
 
 def _check_numbers(value: msgspec.Struct, path: str) -> None:
@@ -180,10 +184,6 @@ def _check_stage(stage: StageConfig, path: str) -> None:
             "and '-', with a letter or a digit first",
             f"{path}.process",
         )
-    if stage.num_replicas != 1:
-        raise ConfigError(
-            f"{stage.num_replicas}: replicas of a stage are not in this version; write 1", f"{path}.num_replicas"
-        )
     if not stage.enforce_eager:
         raise ConfigError(
             "graph capture is not in this version; write true, or leave the key out", f"{path}.enforce_eager"
@@ -200,11 +200,7 @@ def _check_stage(stage: StageConfig, path: str) -> None:
                 f"{stage.stage} has no use for it, only {' and '.join(used_by)}; leave the key out",
                 f"{path}.{field.name}",
             )
-    if _DEVICE.fullmatch(stage.devices) is None:
-        several = " (one device a stage: replicas are not in this version)" if "," in stage.devices else ""
-        raise ConfigError(
-            f"{stage.devices!r} is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'{several}", f"{path}.devices"
-        )
+    _check_devices(stage, f"{path}.devices")
     where = f"{path}.default_sampling_params"
     if stage.stage == "code2wav":
         if stage.default_sampling_params:
@@ -214,6 +210,54 @@ def _check_stage(stage: StageConfig, path: str) -> None:
         if name not in SamplingParams.__struct_fields__:
             raise ConfigError(unknown(name, SamplingParams.__struct_fields__), f"{where}.{name}")
     sampling_params(stage.default_sampling_params, where, speech=stage.stage == "talker")
+
+
+def _check_devices(stage: StageConfig, path: str) -> None:
+    """One device for each replica, all of a kind, and none given more of its memory than it has."""
+    devices = stage.devices.split(",")
+    for device in devices:
+        if _DEVICE.fullmatch(device) is None:
+            among = f" (in {stage.devices!r})" if len(devices) > 1 else ""
+            raise ConfigError(
+                f"{device!r} is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'{among}; replicas have a comma "
+                "between their devices, as '0,1'",
+                path,
+            )
+    if len(devices) != stage.num_replicas:
+        raise ConfigError(
+            f"{stage.devices!r} names {len(devices)}, but num_replicas is {stage.num_replicas}: each "
+            f"replica has one device; set num_replicas to {len(devices)}, or list "
+            + ("one device" if stage.num_replicas == 1 else f"{stage.num_replicas} devices with commas between"),
+            path,
+        )
+    if len({device == "cpu" for device in devices}) > 1:
+        raise ConfigError(
+            f"{stage.devices!r} is a mix: the replicas of a stage give the same bytes only if all are on the CPU or "
+            "all on CUDA devices; list devices of one kind",
+            path,
+        )
+    share = stage.gpu_memory_utilization
+    for device, count in Counter("cuda:0" if device == "cuda" else device for device in devices).items():
+        if device != "cpu" and count * share > 1:
+            raise ConfigError(
+                f"{stage.devices!r} gives {device} to {count} replicas, each with {share} of its memory "
+                f"(gpu_memory_utilization); list {count} different devices, or lower gpu_memory_utilization to at most "
+                f"{1000 // count / 1000}",
+                path,
+            )
+
+
+def _check_sharing(stages: tuple[StageConfig, ...]) -> None:
+    """A process is replicated as a whole, so its stages have as many replicas each."""
+    for index, stage in enumerate(stages):
+        for other in stages[:index]:
+            if other.process == stage.process and other.num_replicas != stage.num_replicas:
+                raise ConfigError(
+                    f"{stage.num_replicas}, but {other.stage} has {other.num_replicas} and shares process "
+                    f"{stage.process!r} with {stage.stage}: the stages of a process are replicated together; give "
+                    "both the same num_replicas, or one of them a process of its own",
+                    f"stages[{index}].num_replicas",
+                )
 
 
 def _check_inputs(stage: StageConfig, deploy: DeployConfig, path: str) -> None:
@@ -232,5 +276,11 @@ def _check_inputs(stage: StageConfig, deploy: DeployConfig, path: str) -> None:
             raise ConfigError(
                 f"connector {name!r} is inproc, but {source} runs in process {peer.process!r} and {stage.stage} in "
                 f"{stage.process!r}; use kind: shm, or give both stages the same process",
+                f"{path}.{source}",
+            )
+        if connector.kind == "inproc" and stage.num_replicas > 1:
+            raise ConfigError(
+                f"connector {name!r} is inproc, but {stage.stage} has {stage.num_replicas} replicas, and each gets "
+                f"work from every replica of {source}, in other processes too; use kind: shm",
                 f"{path}.{source}",
             )

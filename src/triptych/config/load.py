@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 import yaml
 
-from triptych.config.check import check_deploy, check_mapping, check_shape, shown
+from triptych.config.check import MOST_REPLICAS, check_deploy, check_mapping, check_shape, shown
 from triptych.config.platform import Platform
 from triptych.config.schema import DeployConfig, StageConfig
 from triptych.errors import ConfigError
@@ -39,7 +39,8 @@ def load_deploy(
     """Read a deploy file, or a profile by its name, and put platform block, flags and overrides on top.
 
     `flags` are top-level keys of the deploy file; None means "not given". `stage_overrides` is keyed by stage_id.
-    Devices come out as "cpu", "cuda" or "cuda:N". Raises ConfigError with the dotted path of what is wrong.
+    Devices come out as "cpu", "cuda" or "cuda:N", one for each replica. Raises ConfigError with the dotted path of what
+    is wrong.
     """
     merged = _read(_locate(path_or_profile, Path.cwd()), platform, ())
     given = {name: value for name, value in flags.items() if value is not None}
@@ -63,7 +64,7 @@ def _checked(merged: dict[str, Any], platform: Platform) -> DeployConfig:
         for name in ("stage", "process"):
             if name not in stage:
                 raise ConfigError(f"missing; no file says it for stage_id {stage['stage_id']}", f"{path}.{name}")
-        stage["devices"] = _device(stage.get("devices", "auto"), platform, f"{path}.devices")
+        stage["devices"] = _devices(stage, platform, f"{path}.devices")
     deploy = msgspec.convert(merged, DeployConfig)
     check_deploy(deploy)
     return deploy
@@ -89,6 +90,13 @@ def _override(merged: Mapping[str, Any], stage_id: str, override: Mapping[str, A
     if "stage_id" in override:
         raise ConfigError("an override is named by its stage_id and cannot change it", f"{path}.stage_id")
     return check_shape(override, StageConfig, path) | {"stage_id": int(stage_id)}
+
+
+def _devices(stage: Mapping[str, Any], platform: Platform, path: str) -> str:
+    """The devices of a stage's replicas, with commas between. A single "cpu" is that of them all."""
+    names = [_device(name.strip(), platform, path) for name in stage.get("devices", "auto").split(",")]
+    replicas = stage.get("num_replicas", 1)
+    return ",".join(names * replicas if names == ["cpu"] and 1 < replicas <= MOST_REPLICAS else names)
 
 
 def _device(device: str, platform: Platform, path: str) -> str:

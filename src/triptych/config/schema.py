@@ -61,12 +61,15 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One stage. Stages that name the same `process` share one OS process and are stepped in turn."""
+    """One stage. Stages that name the same `process` share one OS process and are stepped in turn.
+
+    With `num_replicas` above 1 the process is started so many times, as "name:0", "name:1" and so on.
+    """
 
     stage_id: int
     stage: StageKind
     process: str
-    devices: str = "auto"  # "cpu", "cuda", "cuda:1", or "0" as users of CUDA_VISIBLE_DEVICES write it
+    devices: str = "auto"  # "cpu", "cuda", "cuda:1", or "0" as users of CUDA_VISIBLE_DEVICES write it; "1,2": replicas
     num_replicas: int = 1
     dtype: DTypeName = "auto"
     threads: int = 1  # intra-op threads of the process on CPU; the largest of its stages counts
@@ -87,6 +90,15 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     input_connectors: dict[str, str] = {}  # {"thinker": "shm"}: source stage -> connector name
     default_sampling_params: dict[str, Any] = {}
 
+    def replica(self, index: int) -> StageConfig:
+        """The stage as its replica sees it: one of one, with the process and the device that are its own."""
+        return msgspec.structs.replace(
+            self,
+            process=_numbered(self.process, index, self.num_replicas),
+            devices=self.devices.split(",")[index],
+            num_replicas=1,
+        )
+
 
 class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A whole deployment, resolved. What a deploy file may also say (`base_config`, `platforms`) is gone by then."""
@@ -106,8 +118,22 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """The stage of that kind, or None where the deployment has none."""
         return next((stage for stage in self.stages if stage.stage == kind), None)
 
+    def replicas(self, kind: StageKind) -> dict[str, StageConfig]:
+        """The replicas of a stage by name and in order, see `StageConfig.replica`; none where there is no such stage.
+
+        The name is the stage's own where there is one replica, else "talker:0", "talker:1" and so on.
+        """
+        stage = self.stage(kind)
+        count = stage.num_replicas if stage is not None else 0
+        return {_numbered(kind, index, count): stage.replica(index) for index in range(count) if stage is not None}
+
     @property
     def processes(self) -> dict[str, tuple[StageConfig, ...]]:
-        """Process name -> the stages that live in it, in stage order."""
-        names = dict.fromkeys(stage.process for stage in self.stages)
-        return {name: tuple(stage for stage in self.stages if stage.process == name) for name in names}
+        """Process name -> the replicas that live in it, in stage order."""
+        replicas = [replica for stage in self.stages for replica in self.replicas(stage.stage).values()]
+        names = dict.fromkeys(replica.process for replica in replicas)
+        return {name: tuple(replica for replica in replicas if replica.process == name) for name in names}
+
+
+def _numbered(name: str, index: int, count: int) -> str:
+    return name if count == 1 else f"{name}:{index}"  # no process that a deploy file may name has a colon

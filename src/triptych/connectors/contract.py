@@ -1,6 +1,6 @@
 """The contract between two stages: what every connector does, whatever carries the bytes.
 
-An edge joins one source stage to one target stage. Per request and edge:
+An edge joins one source to one target, each a replica of a stage. Per request and edge:
 
 - handoffs carry `seq` 0, 1, 2, ... and the last one has `final=True`; the receiving side reports `SequenceGap` for that
   request when one is missing or doubled (an error, never silence) and closes it;
@@ -30,7 +30,7 @@ Arrays = Mapping[str, Array]
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """What one `try_put` gave, as the target stage sees it."""
+    """What one `try_put` gave, as the target stage sees it. `source` is the name of the edge's source."""
 
     request_id: str
     source: str

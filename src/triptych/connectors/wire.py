@@ -56,6 +56,14 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     features: FeatureRef | None = None
 
 
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """The replica of each stage that a request goes to, by its name in the deploy config, in all that it does there."""
+
+    thinker: str = "thinker"
+    talker: str = "talker"
+    code2wav: str = "code2wav"
+
+
 class SubmitText(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """A request for the Thinker. `speak` opens its edge to the Talker."""
 
@@ -64,6 +72,7 @@ class SubmitText(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     params: SamplingParams  # `seed` is always set here
     speak: bool
     media: tuple[MediaItem, ...] = ()  # by `start`
+    route: Route = Route()
 
 
 class SubmitSpeech(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -74,6 +83,7 @@ class SubmitSpeech(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     speaker_id: int
     params: SamplingParams
     media: tuple[MediaItem, ...] = ()  # those of the user turns, by `start` in this prompt
+    route: Route = Route()
 
 
 class SubmitCodec(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -81,6 +91,7 @@ class SubmitCodec(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     request_id: str
     credit: int
+    route: Route = Route()
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -119,9 +130,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """How far a stage has loaded: `done` of `total` bytes of weights."""
+    """How far a replica of a stage has loaded: `done` of `total` bytes of weights. `stage` is the replica's name."""
 
-    stage: StageKind
+    stage: str
     done: int
     total: int
 
@@ -185,9 +196,10 @@ class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of one stage since its start."""
+    """Gauges and counters of one stage since its start. `replica` is for the server to fill in."""
 
     stage: StageKind
+    replica: int = 0
     running: int = 0
     waiting: int = 0
     parked: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,9 +22,14 @@ AUDIO_CREDIT = 16  # audio chunks of one request that may wait for its client
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """One message for each stage that the request needs, in the order to send them: consumers first, so that no
-    handoff meets a stage that does not expect it."""
+    handoff meets a stage that does not expect it.
+
+    `work` is the most that each stage has to do: tokens of prompt and answer for the Thinker, codec frames for Talker
+    and Code2Wav.
+    """
 
     messages: tuple[tuple[StageKind, SubmitText | SubmitSpeech | SubmitCodec], ...]
+    work: Mapping[StageKind, int]
 
     @property
     def stages(self) -> tuple[StageKind, ...]:
@@ -37,11 +42,17 @@ def admit(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) 
     Raises ContextLengthError or RequestError, with the numbers or names that would be right.
     """
     text = _text(request, deploy, config)
+    most_tokens = text.params.max_tokens or 0
+    tokens = len(text.prompt_token_ids) + most_tokens
     if request.talker is None:
-        return Admission(messages=(("thinker", text),))
+        return Admission(messages=(("thinker", text),), work={"thinker": tokens})
     speech = _speech(request, deploy, config)
+    frames = _most_frames(speech, most_tokens, deploy)
     codec = SubmitCodec(request_id=request.request_id, credit=AUDIO_CREDIT)
-    return Admission(messages=(("code2wav", codec), ("talker", speech), ("thinker", text)))
+    return Admission(
+        messages=(("code2wav", codec), ("talker", speech), ("thinker", text)),
+        work={"code2wav": frames, "talker": frames, "thinker": tokens},
+    )
 
 
 def _text(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig) -> SubmitText:
@@ -102,6 +113,12 @@ def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig
     return SubmitSpeech(
         request_id=request.request_id, prompt_token_ids=prompt, speaker_id=speaker_id, params=params, media=media
     )
+
+
+def _most_frames(speech: SubmitSpeech, text_tokens: int, deploy: DeployConfig) -> int:
+    """How long the speech can be: its own limit, or the Talker's watchdog over that many tokens of text."""
+    most, talker = speech.params.max_tokens or 0, deploy.stage("talker")
+    return min(most, talker.frames_per_text_token * text_tokens + talker.extra_frames) if talker else most
 
 
 def _talker_media(request: GenerationRequest, config: OmniConfig) -> tuple[MediaItem, ...]:

@@ -19,10 +19,14 @@ class ProcessState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessHealth:
-    """`heartbeat_age_s` is None before the first heartbeat; `pid` is None while no process runs."""
+    """`stages` are the replicas of stages that the process holds, by name; all have the number `replica`.
+
+    `heartbeat_age_s` is None before the first heartbeat; `pid` is None while no process runs.
+    """
 
     name: str
-    stages: tuple[StageKind, ...]
+    stages: Mapping[str, StageKind]
+    replica: int = 0
     state: ProcessState
     pid: int | None
     heartbeat_age_s: float | None
@@ -31,12 +35,13 @@ class ProcessHealth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineHealth:
-    """`stages` holds the latest statistics of each stage. `running` and `queued` are requests against the Thinker's
-    `max_num_seqs`; `freeing` are aborted ones that some stage still holds."""
+    """`ready` is whether every stage has a replica that takes requests. `stages` holds the latest statistics of each
+    replica, by its name. `running` and `queued` are requests against the Thinker's `max_num_seqs`, of all its replicas
+    together; `freeing` are aborted ones that some stage still holds."""
 
     ready: bool
     processes: Mapping[str, ProcessHealth]
-    stages: Mapping[StageKind, StageStats]
+    stages: Mapping[str, StageStats]
     running: int
     queued: int
     freeing: int

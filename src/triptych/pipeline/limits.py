@@ -45,13 +45,15 @@ def _check_engine(stage: StageConfig, decoder: DecoderConfig, hidden_size: int, 
         itemsize=_ITEMSIZE[stage.dtype],
         hidden_size=hidden_size,
     )
-    on_cpu = stage.devices == "cpu"
+    on_cpu = stage.replica(0).devices == "cpu"
     num_blocks = granted_blocks(stage, block_bytes, stage.kv_cache_bytes if on_cpu else 2**62, path)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if on_cpu and num_blocks * block_bytes > memory:
+    needed = stage.num_replicas * num_blocks * block_bytes
+    if on_cpu and needed > memory:
+        each = "" if stage.num_replicas == 1 else f" in each of {stage.num_replicas} replicas"
         raise ConfigError(
-            f"a KV cache of {num_blocks} blocks takes {format_bytes(num_blocks * block_bytes)}, more than the "
-            f"{format_bytes(memory)} of this machine; lower num_kv_blocks or kv_cache_bytes",
+            f"a KV cache of {num_blocks} blocks{each} takes {format_bytes(needed)}, more than the "
+            f"{format_bytes(memory)} of this machine; lower num_kv_blocks, kv_cache_bytes or num_replicas",
             path,
         )
     try:

@@ -187,7 +187,8 @@ class Omni:
         options: Mapping[str, Any],
         reading: MediaOptions,
     ) -> list[OmniOutput]:
-        room = asyncio.Semaphore(self._plan.deploy.stages[0].max_num_seqs)  # never more than the pipeline admits
+        thinker = self._plan.deploy.stages[0]
+        room = asyncio.Semaphore(thinker.max_num_seqs * thinker.num_replicas)  # never more than the pipeline admits
 
         async def one(prompt: Prompt, seed: int | None) -> OmniOutput:
             async with room:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,6 +30,7 @@ from triptych.pipeline.admission import admit
 from triptych.pipeline.health import PipelineHealth, ProcessState
 from triptych.pipeline.request import GenerationRequest
 from triptych.pipeline.request_table import RequestTable
+from triptych.pipeline.routing import Router
 from triptych.pipeline.stage_process import StageProcess
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import STAGE_COMMAND, Progress, Supervisor
@@ -53,8 +54,9 @@ class Orchestrator:
         self._config = config
         self._run_dir = run_dir
         self._loop = asyncio.get_running_loop()
-        self._requests = RequestTable(supervisor)
-        self._warm_ups: set[asyncio.Task[None]] = set()
+        self._router = Router({stage.stage: stage.max_num_seqs for stage in deploy.stages})
+        self._requests = RequestTable(supervisor, self._router)
+        self._warming: asyncio.Task[None] | None = None
         self._warm_up_numbers = itertools.count()
         self._started = False
         self._closed = False
@@ -100,11 +102,12 @@ class Orchestrator:
         """Admit a request and announce it to its stages. From then on its lease is the orchestrator's.
 
         Raises ContextLengthError or RequestError when it cannot be served, and CapacityError when it cannot be served
-        now: 429 when the queue is full, 503 when a stage it needs is down.
+        now: 429 when the queue is full, 503 when no replica of a stage it needs is up.
         """
         admission = admit(request, self._deploy, self._config)
         self.check_room(speak=request.speaks)
-        return self._requests.open(request, admission, self._deploy.request_timeout_s)
+        hosts = {kind: self._choose(kind) for kind in admission.stages}
+        return self._requests.open(request, admission, hosts, self._deploy.request_timeout_s)
 
     def check_room(self, *, speak: bool) -> None:
         """Raise the CapacityError that `submit` would raise now, before more work goes into a request."""
@@ -114,9 +117,10 @@ class Orchestrator:
             if speak or stage.stage == "thinker":
                 self._check_up(stage.stage)
         held = self._requests.num_running + self._requests.num_freeing
-        if held >= self._max_num_seqs + self._deploy.max_queued_requests:
+        places = len(self._up("thinker")) * self._max_num_seqs
+        if held >= places + self._deploy.max_queued_requests:
             raise CapacityError(
-                f"{held} requests are running or waiting (max_num_seqs {self._max_num_seqs} + max_queued_requests "
+                f"{held} requests are running or waiting (max_num_seqs {places} + max_queued_requests "
                 f"{self._deploy.max_queued_requests}); try again later"
             )
 
@@ -126,15 +130,18 @@ class Orchestrator:
 
     def health(self) -> PipelineHealth:
         now = self._loop.time()
-        processes = {name: process.health(now) for name, process in self._supervisor.processes.items()}
+        processes = self._supervisor.processes
+        places = len(self._supervisor.replicas("thinker")) * self._max_num_seqs
         return PipelineHealth(
-            ready=not self._closed and all(process.state is ProcessState.READY for process in processes.values()),
-            processes=processes,
+            ready=not self._closed and all(self._up(stage.stage) for stage in self._deploy.stages),
+            processes={name: process.health(now) for name, process in processes.items()},
             stages={
-                kind: stats for process in self._supervisor.processes.values() for kind, stats in process.stats.items()
+                process.replica_of(kind): msgspec.structs.replace(stats, replica=process.replica)
+                for process in processes.values()
+                for kind, stats in process.stats.items()
             },
-            running=min(self._requests.num_running, self._max_num_seqs),
-            queued=max(0, self._requests.num_running - self._max_num_seqs),
+            running=min(self._requests.num_running, places),
+            queued=max(0, self._requests.num_running - places),
             freeing=self._requests.num_freeing,
         )
 
@@ -144,8 +151,8 @@ class Orchestrator:
             return
         self._closed = True
         self._requests.fail_all(CapacityError("the server is shutting down", status=503))
-        for task in self._warm_ups:
-            task.cancel()
+        if self._warming is not None:
+            self._warming.cancel()
         try:
             await self._supervisor.stop()
         finally:
@@ -155,22 +162,36 @@ class Orchestrator:
 
     @property
     def _max_num_seqs(self) -> int:
+        """Of one replica of the Thinker."""
         thinker = self._deploy.stage("thinker")
         return thinker.max_num_seqs if thinker else 0
 
     # --- requests ---
 
+    def _up(self, kind: StageKind) -> dict[str, StageProcess]:
+        """The replicas of a stage that take requests."""
+        replicas = self._supervisor.replicas(kind)
+        return {name: process for name, process in replicas.items() if process.state is ProcessState.READY}
+
+    def _choose(self, kind: StageKind) -> StageProcess:
+        up = self._up(kind)
+        return up[self._router.choose(kind, up)]
+
     def _check_up(self, kind: StageKind) -> None:
-        process = self._supervisor.host(kind)
-        if process.state is ProcessState.FAILED:
+        if self._up(kind):
+            return
+        coming = [
+            process for process in self._supervisor.replicas(kind).values() if process.state is not ProcessState.FAILED
+        ]
+        if not coming:
             raise CapacityError(
                 f"stage {kind} died too often and is not started again; see the server's log",
                 retry_after=RETRY_AFTER_FAILED_S,
                 status=503,
             )
-        if process.state is not ProcessState.READY:
-            retry_after = min(RETRY_AFTER_FAILED_S, 1 + round(process.load_seconds))
-            raise CapacityError(f"stage {kind} is {process.state}; try again later", retry_after, status=503)
+        first = min(coming, key=lambda process: process.load_seconds)
+        retry_after = min(RETRY_AFTER_FAILED_S, 1 + round(first.load_seconds))
+        raise CapacityError(f"stage {kind} is {first.state}; try again later", retry_after, status=503)
 
     # --- messages from the stages ---
 
@@ -193,52 +214,66 @@ class Orchestrator:
             case LoadProgress() | Loaded() | Heartbeat() | Fatal():
                 self._supervisor.on_message(process, message)
             case Freed(request_id=request_id, stage=stage):
-                self._requests.freed(request_id, stage)
+                self._requests.freed(request_id, process, stage)
             case _:
                 self._requests.advance(message, frames[1] if len(frames) > 1 else b"")
 
     # --- processes ---
 
     def _on_loaded(self, process: StageProcess) -> None:
-        if self._started:
-            task = asyncio.create_task(self._warm_up_again(process), name=f"warm up {process.name}")
-            self._warm_ups.add(task)
-            task.add_done_callback(self._warm_ups.discard)
+        if self._started and (self._warming is None or self._warming.done()):  # else it comes to this one too
+            self._warming = asyncio.create_task(self._warm_up_again(), name=f"warm up {process.name}")
 
     async def _warm_up(self) -> None:
-        """Serve one real request through every stage that is loaded; those that were not ready are then.
+        """Serve one real request after the other until every replica has had one. Raises what a request raises."""
+        while fresh := _not_ready(hosts := self._warm_up_hosts()):
+            await self._serve_warm_up(hosts, fresh)
 
-        Speech stages wait until all of them are there. Raises what the request raises.
-        """
-        processes = self._supervisor.processes.values()
-        speak = len(self._deploy.stages) > 1 and all(process.loaded for process in processes)
-        covered = {
-            process: process.pid
-            for process in processes
-            if process.loaded and process.state is not ProcessState.READY and (speak or "thinker" in process.stages)
-        }
-        if not covered or not self._supervisor.host("thinker").loaded:
-            return
-        request = warm_up_request(f"warm-up-{next(self._warm_up_numbers)}", self._config, speak=speak)
+    async def _warm_up_again(self) -> None:
+        """After a restart: a process that cannot serve the warm-up is ended and counts as one that died again."""
+        while fresh := _not_ready(hosts := self._warm_up_hosts()):
+            try:
+                await self._serve_warm_up(hosts, fresh)
+            except TriptychError as error:
+                named = hosts.get(getattr(error, "stage", "thinker"), hosts["thinker"])
+                if not named.serving:
+                    continue  # it died under the warm-up, which says nothing of the others
+                for process in [named] if named in fresh else fresh:
+                    if process.pid == fresh[process]:
+                        process.kill(f"its warm-up request failed: {error}")
+
+    async def _serve_warm_up(self, hosts: Mapping[StageKind, StageProcess], fresh: Mapping[StageProcess, int]) -> None:
+        request_id = f"warm-up-{next(self._warm_up_numbers)}"
+        request = warm_up_request(request_id, self._config, speak=len(hosts) > 1)
         admission = admit(request, self._deploy, self._config)
-        async with self._requests.open(request, admission, self._deploy.stage_init_timeout_s) as stream:
+        async with self._requests.open(request, admission, hosts, self._deploy.stage_init_timeout_s) as stream:
             async for event in stream:
                 logger.debug("warm-up: %s", type(event).__name__)
-        for process, pid in covered.items():
-            if process.loaded and process.pid == pid:
+        for process, pid in fresh.items():
+            if process.serving and process.pid == pid:
                 self._supervisor.ready(process)
 
-    async def _warm_up_again(self, process: StageProcess) -> None:
-        """After a restart: a process that cannot serve the warm-up is ended and counts as one that died again."""
-        pid = process.pid
-        try:
-            await self._warm_up()
-        except TriptychError as error:
-            stage = getattr(error, "stage", None)
-            elsewhere = stage is not None and not self._supervisor.host(stage).loaded
-            # When another process died under the warm-up, its own return brings the next one.
-            if not elsewhere and process.pid == pid:
-                process.kill(f"its warm-up request failed: {error}")
+    def _warm_up_hosts(self) -> dict[StageKind, StageProcess]:
+        """A replica of each stage, one that is not ready yet where there is one. Speech stages wait until there is one
+        of each, and all wait for the Thinker."""
+        hosts: dict[StageKind, StageProcess] = {}
+        for stage in self._deploy.stages:
+            serving = [process for process in self._supervisor.replicas(stage.stage).values() if process.serving]
+            fresh = [process for process in serving if process.state is not ProcessState.READY]
+            if serving:
+                hosts[stage.stage] = (fresh or serving)[0]
+        if len(hosts) == len(self._deploy.stages):
+            return hosts
+        return {kind: process for kind, process in hosts.items() if kind == "thinker"}
+
+
+def _not_ready(hosts: Mapping[StageKind, StageProcess]) -> dict[StageProcess, int]:
+    """Those processes that have not served a warm-up yet, with their pids."""
+    return {
+        process: process.pid
+        for process in hosts.values()
+        if process.state is not ProcessState.READY and process.pid is not None
+    }
 
 
 def _make_run_dir() -> Path:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from triptych.config.schema import StageKind
-from triptych.connectors.wire import Abort, AudioOutput, Failed, Grant, SpeechOutput, TextOutput
+from triptych.connectors.wire import Abort, AudioOutput, Failed, Grant, Route, SpeechOutput, TextOutput
 from triptych.errors import DeadlineError, RequestError, StageError, TriptychError
 from triptych.media.contract import MediaLease
 from triptych.pipeline.admission import AUDIO_CREDIT, Admission
 from triptych.pipeline.request import GenerationRequest
 from triptych.pipeline.request_state import RequestState
+from triptych.pipeline.routing import Router
 from triptych.pipeline.stage_process import StageProcess
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import Supervisor
@@ -25,13 +29,14 @@ FREE_S = 10.0  # for every stage to answer `Abort`; a stage that is stuck longer
 @dataclass(slots=True)
 class _Running:
     state: RequestState
+    hosts: Mapping[StageKind, StageProcess]  # of the stages that it needs
     stream: RequestStream
     deadline: asyncio.TimerHandle
 
 
 @dataclass(slots=True)
 class _Freeing:
-    stages: set[StageKind]
+    holders: set[tuple[StageProcess, StageKind]]  # that have not answered yet
     lease: MediaLease | None
     deadline: asyncio.TimerHandle
 
@@ -40,12 +45,15 @@ class RequestTable:
     """Announces requests to their stages, turns what the stages say into events, and ends each request exactly once:
     done, failed, cancelled or left by its consumer. All but the first abort it in every stage.
 
+    Whatever is said of a request is said between the server and the replicas that it was opened with.
+
     From `open` on the table owns the request's lease. It is closed when no stage can want its media any more: when the
     request is done, or when every stage that was told to free it has.
     """
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, router: Router) -> None:
         self._supervisor = supervisor
+        self._router = router
         self._loop = asyncio.get_running_loop()
         self._running: dict[str, _Running] = {}
         self._freeing: dict[str, _Freeing] = {}
@@ -58,16 +66,24 @@ class RequestTable:
     def num_freeing(self) -> int:
         return len(self._freeing)
 
-    def open(self, request: GenerationRequest, admission: Admission, timeout_s: float) -> RequestStream:
-        """Raises RequestError when the id is in use: one id names one request, in all stages.
+    def open(
+        self,
+        request: GenerationRequest,
+        admission: Admission,
+        hosts: Mapping[StageKind, StageProcess],
+        timeout_s: float,
+    ) -> RequestStream:
+        """Announce a request to each stage that it needs, in the process that holds the replica chosen for it.
 
-        `timeout_s` counts from the request's arrival.
+        `timeout_s` counts from the request's arrival. Raises RequestError when the id is in use: one id names one
+        request, in all stages.
         """
         request_id = request.request_id
         if request_id in self._running or request_id in self._freeing:
             raise RequestError(f"request id {request_id!r} is in use", param="request_id")
         running = _Running(
             state=RequestState(request=request, stages=admission.stages, credit=AUDIO_CREDIT),
+            hosts={kind: hosts[kind] for kind in admission.stages},
             stream=RequestStream(
                 request_id,
                 on_taken=lambda: self._grant(request_id),
@@ -81,8 +97,10 @@ class RequestTable:
             ),
         )
         self._running[request_id] = running
+        route = {kind: host.replica_of(kind) for kind, host in running.hosts.items()}
         for kind, message in admission.messages:
-            self._supervisor.send(self._supervisor.host(kind), message)
+            self._router.submitted(request_id, kind, route[kind], admission.work[kind])
+            self._supervisor.send(running.hosts[kind], msgspec.structs.replace(message, route=Route(**route)))
         return running.stream
 
     def advance(self, message: TextOutput | SpeechOutput | AudioOutput | Failed, samples: bytes) -> None:
@@ -93,14 +111,19 @@ class RequestTable:
         state, stream = running.state, running.stream
         try:
             match message:
-                case TextOutput():
+                case TextOutput(finish_reason=reason):
                     stream.push(state.on_text(message))
-                case AudioOutput():
+                    if reason is not None:
+                        self._router.finished(state.request_id, "thinker")
+                case AudioOutput(final=final):
                     stream.push(state.on_audio(message, samples))
+                    if final:
+                        self._router.finished(state.request_id, "code2wav")
                 case SpeechOutput():
                     state.on_speech(message)
-                case Failed(stage=stage, message=reason):
-                    raise StageError(f"stage {stage} failed: {reason}", stage, state.request_id)
+                    self._router.finished(state.request_id, "talker")
+                case Failed(stage=stage, message=cause):
+                    raise StageError(f"stage {stage} failed: {cause}", stage, state.request_id)
         except StageError as error:
             logger.error("request %s: %s", state.request_id, error)
             self._fail(running, error)
@@ -121,19 +144,20 @@ class RequestTable:
     def lose(self, process: StageProcess, cause: str) -> None:
         """A process has died: fail the requests that still need it, and expect no more answers from it."""
         for running in list(self._running.values()):
-            lost = next((kind for kind in process.stages if running.state.needs(kind)), None)
+            held = (kind for kind in process.stages.values() if running.hosts.get(kind) is process)
+            lost = next((kind for kind in held if running.state.needs(kind)), None)
             if lost is not None:
                 message = f"stage {lost} (process {process.name!r}) went down: {cause}"
                 self._fail(running, StageError(message, lost, running.state.request_id, status=503))
         for request_id in list(self._freeing):
-            self.freed(request_id, *process.stages)
+            self.freed(request_id, process, *process.stages.values())
 
-    def freed(self, request_id: str, *stages: StageKind) -> None:
-        """These stages hold nothing of an aborted request any more."""
+    def freed(self, request_id: str, process: StageProcess, *stages: StageKind) -> None:
+        """These stages of a process hold nothing of an aborted request any more."""
         freeing = self._freeing.get(request_id)
         if freeing is not None:
-            freeing.stages.difference_update(stages)
-            if not freeing.stages:
+            freeing.holders.difference_update((process, stage) for stage in stages)
+            if not freeing.holders:
                 freeing.deadline.cancel()
                 del self._freeing[request_id]
                 _close(freeing.lease)
@@ -153,7 +177,7 @@ class RequestTable:
         running = self._running.get(request_id)
         if running is not None and not running.state.audio_final:
             running.state.credit += 1
-            self._supervisor.send(self._supervisor.host("code2wav"), Grant(request_id=request_id, count=1))
+            self._supervisor.send(running.hosts["code2wav"], Grant(request_id=request_id, count=1))
 
     def _leave(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -175,20 +199,22 @@ class RequestTable:
         running.deadline.cancel()
         request_id = running.state.request_id
         del self._running[request_id]
-        hosts = {self._supervisor.host(kind) for kind in running.state.stages}
+        self._router.finished(request_id, *running.hosts)
+        hosts = set(running.hosts.values())
         told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
-        stages = {kind for kind in running.state.stages if self._supervisor.host(kind) in told}
+        holders = {(host, kind) for kind, host in running.hosts.items() if host in told}
         lease = running.state.request.lease
-        if stages:
+        if holders:
             deadline = self._loop.call_later(FREE_S, self._give_up, request_id)
-            self._freeing[request_id] = _Freeing(stages, lease, deadline)
+            self._freeing[request_id] = _Freeing(holders, lease, deadline)
         else:
             _close(lease)
 
     def _give_up(self, request_id: str) -> None:
         freeing = self._freeing.pop(request_id)
         _close(freeing.lease)
-        logger.warning("request %s: no answer to its abort from %s", request_id, ", ".join(sorted(freeing.stages)))
+        silent = ", ".join(sorted(f"{kind} (process {process.name})" for process, kind in freeing.holders))
+        logger.warning("request %s: no answer to its abort from %s", request_id, silent)
 
 
 def _close(lease: MediaLease | None) -> None:

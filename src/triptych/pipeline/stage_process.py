@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import PIPE
 
-from triptych.config.schema import StageKind
+from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors.wire import Fatal, StageStats
 from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
 from triptych.pipeline.health import ProcessHealth, ProcessState
@@ -19,10 +19,14 @@ from triptych.pipeline.restarts import RestartBudget
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StageProcess:
-    """Outlives the OS processes that play it one after the other; `identity` names the one that is connected now."""
+    """Outlives the OS processes that play it one after the other; `identity` names the one that is connected now.
+
+    `stages` are the replicas of stages that it holds, by name; all have the number `replica`.
+    """
 
     name: str
-    stages: tuple[StageKind, ...]
+    stages: Mapping[str, StageKind]
+    replica: int = 0
     budget: RestartBudget
     state: ProcessState = ProcessState.LOADING
     child: asyncio.subprocess.Process | None = None
@@ -41,6 +45,16 @@ class StageProcess:
     def pid(self) -> int | None:
         return self.child.pid if self.child is not None else None
 
+    def replica_of(self, kind: StageKind) -> str:
+        """The name of its replica of that stage, which it must hold."""
+        return next(name for name, held in self.stages.items() if held == kind)
+
+    @property
+    def serving(self) -> bool:
+        """Whether it has loaded and is not known to be going down."""
+        dying = self.killed_because is not None or (self.fatal is not None and self.fatal.done())
+        return self.loaded and not dying
+
     async def spawn(self, command: Sequence[str]) -> asyncio.subprocess.Process:
         """Start the OS process. Raises OSError."""
         self.child = await asyncio.create_subprocess_exec(
@@ -55,6 +69,12 @@ class StageProcess:
         if self.child is not None and self.child.returncode is None:
             self.killed_because = self.killed_because or because
             self.child.kill()
+            self.retire()
+
+    def retire(self) -> None:
+        """It is going down: nothing new is for it until it is back."""
+        if self.state is ProcessState.READY:
+            self.state = ProcessState.RESTARTING
 
     def kill_descendants(self) -> None:
         """What a process that is gone had started itself goes with it."""
@@ -73,7 +93,7 @@ class StageProcess:
 
     def ending(self, code: int, last_words: Fatal | None) -> TriptychError:
         """Why the OS process ended: killed by the server, by a signal, or by itself with an error."""
-        stage = self.stages[0]
+        stage = next(iter(self.stages.values()))
         if self.killed_because is not None:
             return StageError(self.killed_because, stage, status=503)
         if code < 0:
@@ -90,8 +110,25 @@ class StageProcess:
         return ProcessHealth(
             name=self.name,
             stages=self.stages,
+            replica=self.replica,
             state=self.state,
             pid=self.pid,
             heartbeat_age_s=None if self.last_heartbeat is None else now - self.last_heartbeat,
             restarts=self.restarts,
         )
+
+
+def stage_processes(deploy: DeployConfig) -> dict[str, StageProcess]:
+    """Every process of a deployment by name, with the replicas of stages that it holds."""
+    held: dict[str, dict[str, StageKind]] = {name: {} for name in deploy.processes}
+    numbers: dict[str, int] = {}
+    for stage in deploy.stages:
+        for number, (name, replica) in enumerate(deploy.replicas(stage.stage).items()):
+            held[replica.process][name] = stage.stage
+            numbers[replica.process] = number
+    return {
+        name: StageProcess(
+            name=name, stages=stages, replica=numbers[name], budget=RestartBudget(deploy.max_stage_restarts)
+        )
+        for name, stages in held.items()
+    }

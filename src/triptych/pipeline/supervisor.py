@@ -26,8 +26,7 @@ from triptych.connectors.wire import (
 from triptych.errors import ConnectorClosed, StageError, TriptychError
 from triptych.pipeline.control import ControlSocket, Receive
 from triptych.pipeline.health import ProcessState
-from triptych.pipeline.restarts import RestartBudget
-from triptych.pipeline.stage_process import StageProcess
+from triptych.pipeline.stage_process import StageProcess, stage_processes
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +70,7 @@ class Supervisor:
         self._settled = asyncio.Event()  # every process has loaded for the first time, or one never will
         self._start_error: TriptychError | None = None
         self._peers = {name: f"ipc://{run_dir}/{index}.sock" for index, name in enumerate(deploy.processes)}
-        self.processes: Mapping[str, StageProcess] = {
-            name: StageProcess(
-                name=name,
-                stages=tuple(stage.stage for stage in stages),
-                budget=RestartBudget(deploy.max_stage_restarts),
-            )
-            for name, stages in deploy.processes.items()
-        }
+        self.processes: Mapping[str, StageProcess] = stage_processes(deploy)
 
     def listen(
         self,
@@ -123,8 +115,14 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._control.close()
 
-    def host(self, kind: StageKind) -> StageProcess:
-        return next(process for process in self.processes.values() if kind in process.stages)
+    def replicas(self, kind: StageKind) -> dict[str, StageProcess]:
+        """The process of each replica of a stage, by the replica's name and in order."""
+        return {
+            name: process
+            for process in self.processes.values()
+            for name, held in process.stages.items()
+            if held == kind
+        }
 
     def connected(self, identity: bytes) -> StageProcess | None:
         """The process behind a message; None for one that is gone, whose last messages count no more."""
@@ -196,8 +194,7 @@ class Supervisor:
         """Tell it before the process is gone: what its neighbours then say about lost handoffs only follows from it."""
         if process.fatal is not None and not process.fatal.done():
             process.fatal.set_result(message)
-        if process.state is ProcessState.READY:
-            process.state = ProcessState.RESTARTING
+        process.retire()
         self._on_down(process, str(process.ending(1, message)))
         self.send(process, Shutdown())
 
@@ -272,7 +269,7 @@ class Supervisor:
         try:
             child = await process.spawn((*self._command, "--endpoint", self._endpoint, "--process", process.name))
         except OSError as error:
-            return StageError(f"it cannot be started: {error}", process.stages[0], status=503)
+            return StageError(f"it cannot be started: {error}", next(iter(process.stages.values())), status=503)
         self._configure(process)  # on a busy machine it may have connected before the spawn returned
         self._set_timer(process, self._deploy.stage_init_timeout_s, self._check_load)
         if self._stopping.is_set():

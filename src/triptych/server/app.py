@@ -134,17 +134,18 @@ def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: f
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> JSONResponse:
-        """200 while every stage's heartbeat is fresh, else 503; the body tells each stage."""
+        """200 while every stage has a replica with a fresh heartbeat, else 503; the body tells each replica."""
         now = orchestrator.health()
         stages = _stages(now, heartbeat_timeout_s)
-        healthy = bool(stages) and all(stage["alive"] for stage in stages.values())
+        kinds = {kind for process in now.processes.values() for kind in process.stages.values()}
+        healthy = bool(kinds) and kinds == {stage["stage"] for stage in stages.values() if stage["alive"]}
         body = {"status": "ok" if healthy else "unhealthy", "ready": now.ready, "stages": stages}
         return JSONResponse(body, 200 if healthy else 503)
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        """200 when every stage takes requests, else 503."""
+        """200 when every stage takes requests, with one replica or more, else 503."""
         now = orchestrator.health()
         return JSONResponse({"ready": now.ready}, 200 if now.ready else 503)
 
@@ -156,13 +157,15 @@ def _probes(orchestrator: Orchestrator, metrics: Metrics, heartbeat_timeout_s: f
 
 
 def _stages(health: PipelineHealth, heartbeat_timeout_s: float) -> dict[str, dict[str, Any]]:
+    """How every replica of a stage is, by its name: the stage's own where there is one."""
     stages = {}
     for process in health.processes.values():
         age = process.heartbeat_age_s
         alive = process.state is not ProcessState.FAILED and age is not None and age <= heartbeat_timeout_s
-        for stage in process.stages:
-            stats = health.stages.get(stage)
-            stages[str(stage)] = {
+        for name, stage in process.stages.items():
+            stats = health.stages.get(name)
+            stages[name] = {
+                "stage": stage,
                 "alive": alive,
                 "process": process.name,
                 "state": str(process.state),

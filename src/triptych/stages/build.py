@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -24,47 +25,54 @@ class StageLoader:
         self._model = model
         self._process = process
         self._outbox = outbox
-        self._senders: dict[tuple[StageKind, StageKind], Sender] = {}
-        self._receivers: dict[tuple[StageKind, StageKind], Receiver] = {}
+        # By name: the replicas of this process, and of each the edges, in order of the far end's replicas.
+        self._replicas: dict[str, StageConfig] = {}
+        self._senders: dict[str, dict[StageKind, dict[str, Sender]]] = {}
+        self._receivers: dict[str, dict[StageKind, dict[str, Receiver]]] = {}
         self.stage: StageKind | None = None
+        for stage in deploy.stages:
+            for name, replica in deploy.replicas(stage.stage).items():
+                if replica.process == process:
+                    self._replicas[name], self._senders[name], self._receivers[name] = replica, {}, {}
         for source, target in EDGES:
             self._connect(endpoint, source, target)
 
     def load(self, load: Load) -> list[Stage]:
         """Raises what the stages raise: CheckpointError, ConfigError, or anything else that makes loading fail."""
         stages: list[Stage] = []
-        for config in self._deploy.processes[self._process]:
-            self.stage = config.stage
-            stages.append(load(self._context(config)))
+        for name, replica in self._replicas.items():
+            self.stage = replica.stage
+            stages.append(load(self._context(name, replica)))
         self.stage = None
         return stages
 
     def _connect(self, endpoint: Endpoint, source: StageKind, target: StageKind) -> None:
-        giver, taker = self._deploy.stage(source), self._deploy.stage(target)
-        if giver is None or taker is None or self._process not in (giver.process, taker.process):
-            return
-        sender, receiver = endpoint.edge(
-            source=source,
-            target=target,
-            source_process=giver.process,
-            target_process=taker.process,
-            config=connector(self._deploy, giver, taker),
-        )
-        if sender is not None:
-            self._senders[source, target] = sender
-        if receiver is not None:
-            self._receivers[source, target] = receiver
+        """Every replica of a stage may send to every replica of the next: an edge for each pair with an end here."""
+        pairs = itertools.product(self._deploy.replicas(source).items(), self._deploy.replicas(target).items())
+        for (giver, giving), (taker, taking) in pairs:
+            if self._process not in (giving.process, taking.process):
+                continue
+            sender, receiver = endpoint.edge(
+                source=giver,
+                target=taker,
+                source_process=giving.process,
+                target_process=taking.process,
+                config=connector(self._deploy, giving, taking),
+            )
+            if sender is not None:
+                self._senders[giver].setdefault(target, {})[taker] = sender
+            if receiver is not None:
+                self._receivers[taker].setdefault(source, {})[giver] = receiver
 
-    def _context(self, config: StageConfig) -> StageContext:
-        kind = config.stage
+    def _context(self, name: str, replica: StageConfig) -> StageContext:
         return StageContext(
-            config=config,
+            config=replica,
             deploy=self._deploy,
             model=self._model,
             outbox=self._outbox,
-            senders={target: sender for (source, target), sender in self._senders.items() if source == kind},
-            receivers={source: receiver for (source, target), receiver in self._receivers.items() if target == kind},
-            progress=report_progress(kind, self._outbox),
+            senders=self._senders[name],
+            receivers=self._receivers[name],
+            progress=report_progress(name, self._outbox),
         )
 
 
@@ -108,8 +116,8 @@ def wait_idly_if_crowded(deploy: DeployConfig) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def report_progress(kind: StageKind, outbox: Outbox) -> Callable[[int, int], None]:
-    """Reports at most a hundred times a stage: a checkpoint has thousands of tensors."""
+def report_progress(name: str, outbox: Outbox) -> Callable[[int, int], None]:
+    """Reports at most a hundred times a replica: a checkpoint has thousands of tensors."""
     reported = -1
 
     def report(done: int, total: int) -> None:
@@ -117,6 +125,6 @@ def report_progress(kind: StageKind, outbox: Outbox) -> Callable[[int, int], Non
         percent = 100 * done // max(total, 1)
         if percent != reported:
             reported = percent
-            outbox.send(LoadProgress(stage=kind, done=done, total=total))
+            outbox.send(LoadProgress(stage=name, done=done, total=total))
 
     return report

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from triptych.config.schema import ConnectorExtra, StageKind
-from triptych.connectors.contract import Handoff, Receiver
+from triptych.connectors.contract import Handoff
 from triptych.connectors.wire import AudioOutput, Failed, Grant, StageStats, SubmitCodec
 from triptych.errors import CheckpointError, ConfigError
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import load_config
+from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence
 from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
@@ -44,7 +45,7 @@ class CodecStage:
         self,
         *,
         model: Code2Wav,
-        receiver: Receiver,
+        arrivals: Arrivals,
         outbox: Outbox,
         cadence: Cadence,
         max_num_seqs: int,
@@ -53,7 +54,7 @@ class CodecStage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
-        self._receiver = receiver
+        self._arrivals = arrivals
         self._outbox = outbox
         self._cadence = cadence
         self._max_batch = max_batch
@@ -88,7 +89,7 @@ class CodecStage:
         extra = context.deploy.connectors[name].extra if name is not None else ConnectorExtra()
         return cls(
             model=model,
-            receiver=context.receivers["talker"],
+            arrivals=Arrivals(context.receivers["talker"]),
             outbox=context.outbox,
             cadence=Cadence(extra.initial_codec_chunk_frames, extra.codec_chunk_frames),
             max_num_seqs=context.config.max_num_seqs,
@@ -107,7 +108,7 @@ class CodecStage:
         stream = Stream(request_id=request_id, credit=message.credit, due_at=self._clock())
         self._streams[request_id] = stream
         self._waiting.append(stream)
-        self._receiver.open(request_id)
+        self._arrivals.open(request_id, message.route.talker)
         self._fill_slots()
 
     def grant(self, message: Grant) -> None:
@@ -119,10 +120,10 @@ class CodecStage:
         if request_id in self._streams:
             self._free(self._streams[request_id])
         else:  # frames of a request that was refused may be on their way
-            self._receiver.close(request_id)
+            self._arrivals.close(request_id)
 
     def poll_inputs(self) -> None:
-        for item in self._receiver.receive():
+        for item in self._arrivals.receive():
             if isinstance(item, tuple):
                 request_id, error = item
                 self._fail(request_id, str(error))
@@ -131,7 +132,7 @@ class CodecStage:
                 stream.handoffs.append(item)
                 self._absorb(stream)
             else:  # freed while the handoff was on its way
-                self._receiver.release(item)
+                self._arrivals.release(item)
 
     def has_work(self) -> bool:
         return any(True for _ in self._ready())
@@ -196,7 +197,7 @@ class CodecStage:
                 self._fail(stream.request_id, str(fault))
                 return
             stream.handoffs.popleft()
-            self._receiver.release(handoff)
+            self._arrivals.release(handoff)
             stream.ended = handoff.final
             if len(codes):
                 stream.buffer.append(codes)
@@ -269,10 +270,10 @@ class CodecStage:
         """Give back all that the request holds here and in the connector, and its slot to the next in line."""
         del self._streams[stream.request_id]
         for handoff in stream.handoffs:
-            self._receiver.release(handoff)
+            self._arrivals.release(handoff)
         stream.handoffs.clear()
         stream.buffer.clear()
-        self._receiver.close(stream.request_id)
+        self._arrivals.close(stream.request_id)
         if stream.slot is None:
             self._waiting.remove(stream)
         else:

@@ -50,16 +50,18 @@ class Stage(Protocol):
 class StageContext:
     """Everything a stage is built from. Stage classes are built by `load(context)`.
 
-    `senders` is keyed by target stage, `receivers` by source stage. `progress(done, total)` reports bytes of weights
-    loaded. The payloads: thinker -> talker `{"token_ids": int32 [n]}`, and before the first of those, of prompts with
-    media, `{"hidden": [n, hidden]}` (bfloat16 as uint16); talker -> code2wav `{"codes": int32 [n, num_code_groups]}`.
-    Each may be empty (n = 0) on the final handoff, and without async chunks they come in one.
+    `config` is the stage as this replica of it sees it. `senders` is keyed by target stage, `receivers` by source
+    stage; each holds an edge for every replica of that stage, by the replica's name. `progress(done, total)` reports
+    bytes of weights loaded. The payloads: thinker -> talker `{"token_ids": int32 [n]}`, and before the first of those,
+    of prompts with media, `{"hidden": [n, hidden]}` (bfloat16 as uint16); talker -> code2wav
+    `{"codes": int32 [n, num_code_groups]}`. Each may be empty (n = 0) on the final handoff, and without async chunks
+    they come in one.
     """
 
     config: StageConfig
     deploy: DeployConfig
     model: str
     outbox: Outbox
-    senders: Mapping[StageKind, Sender]
-    receivers: Mapping[StageKind, Receiver]
+    senders: Mapping[StageKind, Mapping[str, Sender]]
+    receivers: Mapping[StageKind, Mapping[str, Receiver]]
     progress: Callable[[int, int], None]

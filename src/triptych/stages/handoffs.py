@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,25 +13,28 @@ from triptych.connectors.contract import Array, Arrays, Sender
 
 @dataclass(slots=True)
 class _Pending:
+    sender: Sender
     pieces: deque[tuple[Arrays, bool]] = field(default_factory=deque)
     whole: dict[str, list[Array]] = field(default_factory=dict)  # without async chunks: everything so far, by name
 
 
 class Handoffs:
-    """Sends named arrays over one edge.
+    """Sends named arrays to the next stage, all of a request over one edge: that to the replica it was opened for.
 
     With `async_chunk` every piece goes out at once; without, all pieces of a request go as one when it is complete,
     those of one name joined along their first axis. A request whose pieces wait for credit is `blocked`, and its stage
     parks it: so what waits here is what one step gave.
     """
 
-    def __init__(self, sender: Sender, *, async_chunk: bool) -> None:
-        self._sender, self._async_chunk = sender, async_chunk
+    def __init__(self, senders: Mapping[str, Sender], *, async_chunk: bool) -> None:
+        self._senders, self._async_chunk = senders, async_chunk
         self._pending: dict[str, _Pending] = {}
 
-    def open(self, request_id: str) -> None:
-        self._pending[request_id] = _Pending()
-        self._sender.open(request_id)
+    def open(self, request_id: str, target: str) -> None:
+        """Start a request whose pieces go to the replica of that name."""
+        sender = self._senders[target]
+        self._pending[request_id] = _Pending(sender)
+        sender.open(request_id)
 
     def push(self, request_id: str, piece: Arrays, *, final: bool = False) -> bool:
         """Hand over `piece`, in order. False when it has to wait: park the request until `flush` names it."""
@@ -47,21 +51,23 @@ class Handoffs:
     def flush(self) -> list[str]:
         """Send what has got credit since. Returns the requests of which nothing waits any more."""
         unblocked = []
-        for request_id in self._sender.writable():
-            pending = self._pending.get(request_id)
-            if pending is not None and self._send(request_id, pending):
-                unblocked.append(request_id)
+        for sender in self._senders.values():
+            for request_id in sender.writable():
+                pending = self._pending.get(request_id)
+                if pending is not None and self._send(request_id, pending):
+                    unblocked.append(request_id)
         return unblocked
 
     def close(self, request_id: str) -> None:
         """Drop the request: what waits is not sent, what is unread is freed. Idempotent."""
-        if self._pending.pop(request_id, None) is not None:
-            self._sender.close(request_id)
+        pending = self._pending.pop(request_id, None)
+        if pending is not None:
+            pending.sender.close(request_id)
 
     def _send(self, request_id: str, pending: _Pending) -> bool:
         while pending.pieces:
             piece, final = pending.pieces[0]
-            if not self._sender.try_put(request_id, piece, final=final):
+            if not pending.sender.try_put(request_id, piece, final=final):
                 return False
             pending.pieces.popleft()
             if final:

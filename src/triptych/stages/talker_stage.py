@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.config.schema import StageKind
-from triptych.connectors.contract import Handoff, Receiver
+from triptych.connectors.contract import Handoff
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
 from triptych.engine.draw import draw_top
@@ -29,6 +29,7 @@ from triptych.engine.sampler import Sampler
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
+from triptych.stages.arrivals import Arrivals
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.hidden_rows import from_array
@@ -59,14 +60,14 @@ class TalkerStage:
         config: OmniConfig,
         setup: DecoderSetup,
         outbox: Outbox,
-        receiver: Receiver,
+        arrivals: Arrivals,
         handoffs: Handoffs,
         batch_invariant: bool,
         frames_per_text_token: int,
         extra_frames: int,
     ) -> None:
         self.model, self.config, self.scheduler = model, config, setup.scheduler
-        self.outbox, self.receiver, self.handoffs = outbox, receiver, handoffs
+        self.outbox, self.arrivals, self.handoffs = outbox, arrivals, handoffs
         self.batch_invariant, self.device = batch_invariant, setup.device
         self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
         runner = ModelRunner(
@@ -95,7 +96,7 @@ class TalkerStage:
             config=checkpoint,
             setup=set_up_decoder(context.config, model.config, taken_bytes, device, dtype),
             outbox=context.outbox,
-            receiver=context.receivers["thinker"],
+            arrivals=Arrivals(context.receivers["thinker"]),
             handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),
             batch_invariant=context.config.batch_invariant,
             frames_per_text_token=context.config.frames_per_text_token,
@@ -123,8 +124,8 @@ class TalkerStage:
             self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
             return
         self.requests[message.request_id] = rows
-        self.receiver.open(message.request_id)
-        self.handoffs.open(message.request_id)
+        self.arrivals.open(message.request_id, message.route.thinker)
+        self.handoffs.open(message.request_id, message.route.code2wav)
 
     def grant(self, message: Grant) -> None:
         """The Talker sends no audio."""
@@ -133,11 +134,11 @@ class TalkerStage:
         rows = self.requests.pop(request_id, None)
         if rows is not None:
             self._release(rows, FinishReason.ABORT)
-        self.receiver.close(request_id)  # also of a request that was refused: its text may be on the way
+        self.arrivals.close(request_id)  # also of a request that was refused: its text may be on the way
         self.handoffs.close(request_id)
 
     def poll_inputs(self) -> None:
-        for arrival in self.receiver.receive():
+        for arrival in self.arrivals.receive():
             if isinstance(arrival, tuple):
                 request_id, error = arrival
                 if request_id in self.requests:
@@ -149,7 +150,7 @@ class TalkerStage:
                     self._hear(rows, arrival)
             except TriptychError as error:
                 self._fail(arrival.request_id, str(error))
-            self.receiver.release(arrival)
+            self.arrivals.release(arrival)
             if rows is not None and arrival.request_id in self.requests:
                 self._advance(rows)
         for request_id in self.handoffs.flush():
@@ -299,5 +300,5 @@ class TalkerStage:
     def _release(self, speech: SpeechRows, reason: FinishReason) -> None:
         if speech.admitted:
             self.sampler.release(speech.engine.slot)
-        self.receiver.close(speech.engine.request_id)
+        self.arrivals.close(speech.engine.request_id)
         self.scheduler.finish(speech.engine, reason)

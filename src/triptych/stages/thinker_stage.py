@@ -112,17 +112,17 @@ class ThinkerStage:
         line = EncoderLine.load(context, device, dtype)
         # What encoded media may hold is not the cache's either.
         taken_bytes = allocated_bytes(device) - before + (line.ahead_bytes if line is not None else 0)
-        sender = context.senders.get("talker")
+        senders = context.senders.get("talker")
         return cls(
             model=model,
             config=checkpoint,
             setup=set_up_decoder(
-                context.config, checkpoint.thinker, taken_bytes, device, dtype, keep_hidden=sender is not None
+                context.config, checkpoint.thinker, taken_bytes, device, dtype, keep_hidden=senders is not None
             ),
             line=line,
             tokenizer=Processor(context.model).tokenizer,
             outbox=context.outbox,
-            handoffs=Handoffs(sender, async_chunk=context.deploy.async_chunk) if sender else None,
+            handoffs=Handoffs(senders, async_chunk=context.deploy.async_chunk) if senders else None,
             batch_invariant=context.config.batch_invariant,
         )
 
@@ -169,7 +169,7 @@ class ThinkerStage:
             rows = media_rows(prompt, [message.media[span.part] for span in spoken], self.config)
             self.requests[message.request_id].spoken_rows = rows
         if message.speak and self.handoffs is not None:
-            self.handoffs.open(message.request_id)
+            self.handoffs.open(message.request_id, message.route.talker)
 
     def grant(self, message: Grant) -> None:
         """The Thinker sends no audio."""
