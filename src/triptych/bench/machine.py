@@ -16,6 +16,14 @@ PACKAGES = ("triptych", "torch", "transformers", "httpx", "numpy", "av")
 COMMAND_S = 10
 
 
+def name() -> str:
+    """What baselines of this machine go by: its GPUs, or its CPU and how many cores of it may be used."""
+    here = hardware()
+    if gpus := [gpu.partition(",")[0].removeprefix("NVIDIA ") for gpu in here["gpus"]]:
+        return f"{len(gpus)} x {gpus[0]}"
+    return f"{here['cpu']}, {here['cores']} core{'s' if here['cores'] != 1 else ''}"
+
+
 def hardware() -> dict[str, Any]:
     """This machine. The server's is the same one only if it runs here."""
     return {
