@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import shutil
@@ -22,6 +23,19 @@ def name() -> str:
     if gpus := [gpu.partition(",")[0].removeprefix("NVIDIA ") for gpu in here["gpus"]]:
         return f"{len(gpus)} x {gpus[0]}"
     return f"{here['cpu']}, {here['cores']} core{'s' if here['cores'] != 1 else ''}"
+
+
+def sentence() -> str:
+    """Day, hardware, versions and commit, for a record in Markdown."""
+    here, installed = hardware(), versions()
+    parts = [
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        f"{here['cpu']}, cores: {here['cores']}, {here['memory_gib']:.0f} GiB",
+        "; ".join(here["gpus"]) or "no GPU",
+        ", ".join(f"{package} {found}" for package, found in installed.items() if found),
+        f"commit {commit() or 'unknown'}",
+    ]
+    return "; ".join(parts) + "."
 
 
 def hardware() -> dict[str, Any]:

@@ -147,7 +147,12 @@ def check_result_path(path: Path, option: str = "--result-json") -> None:
 
 def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
     """Raises ConfigError if the file cannot be written."""
+    write_text(path, msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises ConfigError if the file cannot be written."""
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.cli import bench_suite
+from triptych.cli import bench_ladder, bench_suite
+from triptych.cli.bench_options import extra_fields
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
 
@@ -28,6 +29,7 @@ class DatasetName(StrEnum):
 
 
 app.command("suite")(bench_suite.command)
+app.command("ladder")(bench_ladder.command)
 
 
 @app.callback()
@@ -143,24 +145,8 @@ def _reply(given: dict[str, Any]) -> Reply:
         max_tokens=given["max_tokens"] if given["dataset_name"] is DatasetName.file else output_len or 128,
         ignore_eos=given["ignore_eos"],
         temperature=given["temperature"],
-        extra=_extra(given["extra_body"]),
+        extra=extra_fields(given["extra_body"]),
     )
-
-
-def _extra(written: str | None) -> dict[str, Any]:
-    import msgspec
-
-    from triptych.bench.workload import OWN_FIELDS
-
-    if written is None:
-        return {}
-    try:
-        extra = msgspec.json.decode(written, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
-    if own := [name for name in OWN_FIELDS if name in extra]:
-        raise ConfigError(f"--extra-body sets {', '.join(own)}, which bench sets itself")
-    return extra
 
 
 def _workload(given: dict[str, Any]) -> Workload:
