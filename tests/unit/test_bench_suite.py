@@ -54,6 +54,8 @@ def test_a_sweep_is_a_measurement_for_each_value(tmp_path: Path) -> None:
     assert first.num_prompts == second.num_prompts == 4 and first.timeout_s == 9
     assert first.reply.speaks and first.reply.ignore_eos and first.reply.extra == {"seed": 7}
     assert test.benchmark_params[0].labels == ["concurrency 1", "concurrency 2"]
+    later = test.benchmark_params[0].measurements(9.0, points_before=2)
+    assert [m.seed for m in (first, second, *later)] == [0, 1, 2, 3], "no point finds another's prompts in a cache"
     [test] = suite(tmp_path, MEDIA | {"extra_body": {"modalities": ["text"]}}).tests
     first, second = test.benchmark_params[0].measurements(9.0)
     assert [(m.num_prompts, m.load.request_rate) for m in (first, second)] == [(4, 0.5), (8, 1)]

@@ -49,6 +49,17 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def memory_mib(pid: int) -> float:
+    """Memory of a process and all below it; pages that they share are counted once (proportional set size)."""
+    try:
+        own = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        children = [task.read_text(encoding="ascii") for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has just ended
+        return 0.0
+    kib = next((int(line.split()[1]) for line in own.splitlines() if line.startswith("Pss:")), 0)
+    return kib / 1024 + sum(memory_mib(int(child)) for line in children for child in line.split())
+
+
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that are installed here; torch is not loaded for it."""
     found: dict[str, str | None] = {"python": platform.python_version()}

@@ -73,15 +73,18 @@ class BenchmarkParams(msgspec.Struct, frozen=True, kw_only=True):
             return [f"concurrency {places}" for places in self.max_concurrency]
         return [f"{rate:g} req/s" for rate in self.request_rate]
 
-    def measurements(self, timeout_s: float, path: str = "") -> list[Measurement]:
-        """One for each point of the sweep. Raises ConfigError for what does not fit together."""
+    def measurements(self, timeout_s: float, *, points_before: int = 0, path: str = "") -> list[Measurement]:
+        """One for each point of the sweep, each with prompts that no other point of the test has: caches do not help.
+
+        Raises ConfigError for what does not fit together.
+        """
         workload, reply = _workload(self, path), _reply(self, path)
         counts = self.num_prompts * (self.num_points if len(self.num_prompts) == 1 else 1)
         loads = [Load(places, math.inf, self.seed) for places in self.max_concurrency]
         loads += [Load(None, rate, self.seed) for rate in self.request_rate]
         return [
-            Measurement(workload, reply, load, count, self.num_warmups, self.seed, timeout_s)
-            for load, count in zip(loads, counts, strict=True)
+            Measurement(workload, reply, load, count, self.num_warmups, self.seed + number, timeout_s)
+            for number, (load, count) in enumerate(zip(loads, counts, strict=True), points_before)
         ]
 
 
@@ -134,7 +137,7 @@ def _test(value: Any, path: str) -> SuiteTest:
     for index, params in enumerate(test.benchmark_params):
         where = f"{path}.benchmark_params[{index}]"
         _check_sweep(params, where)
-        params.measurements(1.0, where)
+        params.measurements(1.0, path=where)
         _check_baseline(params, f"{where}.baseline")
     return test
 

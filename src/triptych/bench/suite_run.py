@@ -89,14 +89,16 @@ async def run_test(test: SuiteTest, deploy: dict[str, Any] | None, setting: Sett
         if url is None:
             server = await stack.enter_async_context(served(params.model, *params.arguments, start_s=setting.start_s))
             url, start_up_s = server.url, server.start_up_s
-        sweeps, about = [], {}
+        sweeps: list[Sweep] = []
+        about: dict[str, Any] = {}
         for index, block in enumerate(test.benchmark_params, 1):
             name = test.test_name if len(test.benchmark_params) == 1 else f"{test.test_name} #{index}"
             target = await find_target(url, block.endpoint, None, setting.api_key)
             about = target.about
+            points_before = sum(len(sweep.summaries) for sweep in sweeps)
             runs = [
                 await watched(measurement, target, setting.api_key)
-                for measurement in block.measurements(setting.timeout_s)
+                for measurement in block.measurements(setting.timeout_s, points_before=points_before)
             ]
             summaries = [summarise(run) for run in runs]
             comparisons = compare(block.baseline.get(setting.hardware, {}), block.labels, summaries)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.cli import bench_ladder, bench_suite
+from triptych.cli import bench_ladder, bench_peers, bench_suite
 from triptych.cli.bench_options import extra_fields
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
@@ -30,6 +30,7 @@ class DatasetName(StrEnum):
 
 app.command("suite")(bench_suite.command)
 app.command("ladder")(bench_ladder.command)
+app.command("peers")(bench_peers.command)
 
 
 @app.callback()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -69,8 +68,8 @@ def command(
     )
     workload = RandomWorkload(input_len=random_input_len)
     measurements = [
-        Measurement(workload, reply, Load(level, math.inf, seed), num_prompts, num_warmups, seed, timeout)
-        for level in levels
+        Measurement(workload, reply, Load(level), num_prompts, num_warmups, seed + index, timeout)
+        for index, level in enumerate(levels)  # other prompts at each level: caches do not help
     ]
     arguments = serve_arguments(deploy_config, stage_overrides, platform)
     title = f"Ladder of {model} on {machine.name()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,7 +78,7 @@ async def _run(suite: Suite, setting: Setting, results: list[Tested]) -> None:
     from triptych.bench.server import resolved_config
     from triptych.bench.suite_run import run_test
 
-    deploys = []
+    deploys: list[dict[str, Any] | None] = []
     for test in suite.tests:
         params = test.server_params
         if setting.url is None:
