@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.bench.grid import number
 from triptych.errors import ConfigError
 
 # File -> what it shows, the number of a summary, and whether the axis is logarithmic.
@@ -44,7 +45,7 @@ def draw(folder: Path, steps: Mapping[str, Sequence[Mapping[str, Any]]], levels:
                 values = [summaries[index][name] for summaries in steps.values()]
                 at = [place + (index - (len(levels) - 1) / 2) * width for place in range(len(steps))]
                 bars = axes.bar(at, [math.nan if v is None else v for v in values], width, label=f"concurrency {level}")
-                axes.bar_label(bars, ["-" if v is None else f"{v:.3g}" for v in values], fontsize=8)
+                axes.bar_label(bars, [number(v, 0 if v and v >= 100 else 2) for v in values], fontsize=8)
             axes.set_xticks(range(len(steps)), list(steps))
             axes.set_ylabel(label)
             axes.set_title(title, fontsize=10)
