@@ -1,4 +1,4 @@
-"""`triptych bench`: measure a server as its users see it."""
+"""`triptych bench`: measure servers as their users see them. `serve` is here, the other commands are beside it."""
 
 from __future__ import annotations
 
