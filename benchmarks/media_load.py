@@ -14,21 +14,18 @@ import asyncio
 import base64
 import io
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import av
 import numpy as np
 import openai
 
+from triptych.bench.server import served
+
 RATE = 24_000
-LOAD_S, ANSWER_S = 120, 600
+ANSWER_S = 600
 
 
 def film(seconds: int, side: tuple[int, int], seed: int) -> str:
@@ -44,28 +41,6 @@ def film(seconds: int, side: tuple[int, int], seed: int) -> str:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(ground, 3 * index, axis=1), "rgb24")))
         container.mux(stream.encode(None))
     return "data:video/mp4;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-@asynccontextmanager
-async def served(model: str) -> AsyncIterator[str]:
-    command = [sys.executable, "-m", "triptych", "serve", model, "--served-model-name", "model", "--port", "0"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-    )
-    log = process.stderr
-    assert log is not None
-    try:
-        async with asyncio.timeout(LOAD_S):
-            while not (line := (await log.readline()).decode()).startswith("ready in"):
-                if not line:
-                    raise RuntimeError("the server did not start")
-        reading = asyncio.create_task(log.read())  # or a full pipe would stop it
-        yield line.split(" at ")[1].strip()
-    finally:
-        process.terminate()
-        await process.wait()
-    await reading
 
 
 async def first_text(client: openai.AsyncOpenAI, video: str) -> tuple[float, int]:
@@ -110,8 +85,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     side = (arguments.width, arguments.height)
     report: dict[str, Any] = {"model": arguments.model, "video_s": arguments.seconds, "side": side}
     async with (
-        served(arguments.model) as url,
-        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S) as client,
+        served(arguments.model, "--served-model-name", "model", "--platform", "cpu") as server,
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S) as client,
     ):
         await first_text(client, film(2, side, 0))  # the worker is there
         pairs = []

@@ -1,4 +1,4 @@
-"""`triptych bench serve` against a live server: its numbers and the server's own are about the same replies."""
+"""`triptych bench` against live servers: its numbers and the server's own are about the same replies; suites."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def server(nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 
 
 def bench(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "triptych", "bench", "serve", "--base-url", url, *arguments]
+    return run("serve", "--base-url", url, *arguments)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "triptych", "bench", *arguments]
     environment = os.environ | {"COLUMNS": "200", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BENCH_S)
 
@@ -111,3 +115,43 @@ def test_some_failures_are_a_status_only_when_asked(server: LiveServer, tmp_path
     assert bench(server.url, *arguments).returncode == 0
     done = bench(server.url, *arguments, "--fail-on-error")
     assert done.returncode == 1 and "1 requests failed" in done.stderr
+
+
+def test_a_suite_starts_its_server_names_regressions_and_updates_its_baseline(
+    server: LiveServer, nano: Path, tmp_path: Path
+) -> None:
+    params = {
+        "num_prompts": [2],
+        "max_concurrency": [1, 2],
+        "random_input_len": 4,
+        "random_output_len": 6,
+        "ignore_eos": True,
+        "extra_body": {"sampling_params_list": [{}, {"ignore_eos": True, "max_tokens": 8}]},
+        "baseline": {"here": {"output_throughput": [0.001, 1e9], "mean_audio_rtf": [1e9, 1e9]}},
+    }
+    arguments = ["--deploy-config", "tiny_cpu", "--platform", "cpu"]
+    test = {"test_name": "short", "server_params": {"model": str(nano), "extra_cli_args": arguments}}
+    file, result = tmp_path / "suite.json", tmp_path / "result.json"
+    file.write_text(json.dumps([test | {"benchmark_params": [params]}]))
+
+    done = run("suite", str(file), "--hardware", "here", "--result-json", str(result))
+    assert done.returncode == 1, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "baseline is" in line]
+    assert "short: output_throughput at concurrency 2" in line and "(more is better)" in line
+    found: dict[str, Any] = json.loads(result.read_text())
+    [taken] = found["tests"]
+    assert taken["deploy"]["stages"][0]["max_num_seqs"] == 64 and taken["start_up_s"] > 0
+    assert [point["completed"] for point in taken["benchmarks"][0]["points"]] == [2, 2]
+    assert all(point["total_output_tokens"] == 12 for point in taken["benchmarks"][0]["points"])
+    assert len(found["regressions"]) == 1 and found["hardware"]["cores"] >= 1
+
+    done = run("suite", str(file), "--hardware", "here", "--update-baseline", "--url", server.url)
+    assert done.returncode == 0, done.stderr
+    assert "server_params have no effect" in done.stderr
+    [written] = json.loads(file.read_text())
+    updated = written["benchmark_params"][0].pop("baseline")["here"]
+    assert set(updated) == {"output_throughput", "mean_audio_rtf"} and all(
+        0.001 < v < 1e9 for v in updated["output_throughput"]
+    )
+    del params["baseline"]
+    assert written == test | {"benchmark_params": [params]}, "nothing else has changed"

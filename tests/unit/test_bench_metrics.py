@@ -191,7 +191,7 @@ def test_a_table_of_text_says_nothing_of_audio() -> None:
 
 
 def test_a_record_says_where_it_was_taken() -> None:
-    taken = record(summarise(Run([reply()], 1.0)), {"seed": 3}, {"fingerprints": ["x"]})
-    assert taken["arguments"] == {"seed": 3} and taken["server"] == {"fingerprints": ["x"]}
+    taken = record("bench serve", {"arguments": {"seed": 3}})
+    assert taken["command"] == "bench serve" and taken["arguments"] == {"seed": 3}
     assert taken["hardware"]["cores"] >= 1 and taken["hardware"]["memory_gib"] > 0
     assert taken["versions"]["triptych"] and taken["versions"]["python"] and "commit" in taken

@@ -161,8 +161,11 @@ def test_the_bench_reference_names_every_number_and_only_flags_that_exist() -> N
     numbers = set(summarise(Run([], 0.0), targets))
     distributions = {f"{statistic}_{name}" for statistic in STATISTICS for name in DISTRIBUTIONS}
     assert documented(section("docs/bench.md", "What the numbers mean")) == {*DISTRIBUTIONS, *(numbers - distributions)}
-    bench = typer.main.get_command(app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
-    known = {name for option in bench.params for name in (*option.opts, *option.secondary_opts)}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = [
+        option for command in (commands["serve"], *commands["bench"].commands.values()) for option in command.params
+    ]
+    known = {name for option in options for name in (*option.opts, *option.secondary_opts)}
     flags = {word for words in re.findall(r"`(--[^`]+)`", page) for word in words.split() if word[:2] == "--"}
     assert flags and flags <= known
 

@@ -30,6 +30,11 @@ class Run:
     outcomes: list[Outcome]
     duration_s: float
 
+    @property
+    def fingerprints(self) -> list[str]:
+        """Every `system_fingerprint` that the server gave; more than one if it was replaced meanwhile."""
+        return sorted({outcome.fingerprint for outcome in self.outcomes if outcome.fingerprint})
+
 
 async def drive(
     client: Client,

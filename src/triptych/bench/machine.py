@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import platform
 import shutil
@@ -16,6 +17,27 @@ PACKAGES = ("triptych", "torch", "transformers", "httpx", "numpy", "av")
 COMMAND_S = 10
 
 
+def name() -> str:
+    """What baselines of this machine go by: its GPUs, or its CPU and how many cores of it may be used."""
+    here = hardware()
+    if gpus := [gpu.partition(",")[0].removeprefix("NVIDIA ") for gpu in here["gpus"]]:
+        return f"{len(gpus)} x {gpus[0]}"
+    return f"{here['cpu']}, {here['cores']} core{'s' if here['cores'] != 1 else ''}"
+
+
+def sentence() -> str:
+    """Day, hardware, versions and commit, for a record in Markdown."""
+    here, installed = hardware(), versions()
+    parts = [
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        f"{here['cpu']}, cores: {here['cores']}, {here['memory_gib']:.0f} GiB",
+        "; ".join(here["gpus"]) or "no GPU",
+        ", ".join(f"{package} {found}" for package, found in installed.items() if found),
+        f"commit {commit() or 'unknown'}",
+    ]
+    return "; ".join(parts) + "."
+
+
 def hardware() -> dict[str, Any]:
     """This machine. The server's is the same one only if it runs here."""
     return {
@@ -25,6 +47,17 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "gpus": _lines(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]),
     }
+
+
+def memory_mib(pid: int) -> float:
+    """Memory of a process and all below it; pages that they share are counted once (proportional set size)."""
+    try:
+        own = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
+        children = [task.read_text(encoding="ascii") for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has just ended
+        return 0.0
+    kib = next((int(line.split()[1]) for line in own.splitlines() if line.startswith("Pss:")), 0)
+    return kib / 1024 + sum(memory_mib(int(child)) for line in children for child in line.split())
 
 
 def versions() -> dict[str, str | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,8 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from triptych.bench import machine
+from triptych.bench.driver import Run
+from triptych.bench.measure import Measurement
 from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS
 from triptych.bench.outcome import Outcome
+from triptych.bench.target import Target
 from triptych.errors import ConfigError
 
 TITLES = {
@@ -116,14 +119,18 @@ def _totals(summary: Mapping[str, Any], speaks: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def record(summary: Mapping[str, Any], arguments: Mapping[str, Any], server: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a result file holds: the numbers at its top level, and what they were taken on."""
+async def watched(measurement: Measurement, target: Target, api_key: str | None = None) -> Run:
+    """Take a measurement behind a progress bar. Raises TriptychError if every warm-up request fails."""
+    with ProgressBar(measurement.num_prompts) as bar:
+        return await measurement.take(target, api_key=api_key, on_end=bar)
+
+
+def record(command: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a result file holds: its content, and what it was measured on."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": "bench serve",
-        **summary,
-        "arguments": dict(arguments),
-        "server": dict(server),
+        "command": command,
+        **content,
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "commit": machine.commit(),
@@ -138,9 +145,14 @@ def check_result_path(path: Path, option: str = "--result-json") -> None:
         raise ConfigError(f"{option} {path} cannot be written")
 
 
-def write_json(path: Path, result: Mapping[str, Any]) -> None:
+def write_json(path: Path, result: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Raises ConfigError if the file cannot be written."""
+    write_text(path, msgspec.json.format(msgspec.json.encode(result), indent=2).decode() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
     """Raises ConfigError if the file cannot be written."""
     try:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2) + b"\n")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error

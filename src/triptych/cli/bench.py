@@ -1,4 +1,4 @@
-"""`triptych bench`: measure a server as its users see it."""
+"""`triptych bench`: measure servers as their users see them. `serve` is here, the other commands are beside it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from triptych.cli import bench_ladder, bench_peers, bench_suite
+from triptych.cli.bench_options import extra_fields
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
-    from triptych.bench.driver import Run
     from triptych.bench.measure import Measurement
     from triptych.bench.target import Target
     from triptych.bench.workload import Reply, Workload
 
-app = typer.Typer(help="Measure a server as its users see it.", no_args_is_help=True)
+app = typer.Typer(help="Measure servers as their users see them.", no_args_is_help=True)
 
 
 class DatasetName(StrEnum):
     random = "random"
     file = "file"
+
+
+app.command("suite")(bench_suite.command)
+app.command("ladder")(bench_ladder.command)
+app.command("peers")(bench_peers.command)
 
 
 @app.callback()
@@ -111,24 +117,17 @@ def serve(
     )
     with stoppable():
         target = asyncio.run(find_target(base_url, endpoint, model, api_key))
-        run = asyncio.run(_take(measurement, target, api_key))
+        run = asyncio.run(report.watched(measurement, target, api_key))
     summary = metrics.summarise(run, targets)
     report.print_table(summary, title=f"{target.model} at {base_url}", speaks=reply.speaks)
     if result_json is not None:
         arguments = _arguments(given, measurement, target)
-        prints = sorted({outcome.fingerprint for outcome in run.outcomes if outcome.fingerprint})
-        result = report.record(summary, arguments, {"model": target.about, "fingerprints": prints})
+        server = {"model": target.about, "fingerprints": run.fingerprints}
+        result = report.record("bench serve", {**summary, "arguments": arguments, "server": server})
         if save_detailed:
             result["requests"] = [outcome.record() for outcome in run.outcomes]
         report.write_json(result_json, result)
     _judge(summary, speaks=reply.speaks, fail_on_error=fail_on_error)
-
-
-async def _take(measurement: Measurement, target: Target, api_key: str | None) -> Run:
-    from triptych.bench.report import ProgressBar
-
-    with ProgressBar(measurement.num_prompts) as bar:
-        return await measurement.take(target, api_key=api_key, on_end=bar)
 
 
 def _reply(given: dict[str, Any]) -> Reply:
@@ -147,24 +146,8 @@ def _reply(given: dict[str, Any]) -> Reply:
         max_tokens=given["max_tokens"] if given["dataset_name"] is DatasetName.file else output_len or 128,
         ignore_eos=given["ignore_eos"],
         temperature=given["temperature"],
-        extra=_extra(given["extra_body"]),
+        extra=extra_fields(given["extra_body"]),
     )
-
-
-def _extra(written: str | None) -> dict[str, Any]:
-    import msgspec
-
-    from triptych.bench.workload import OWN_FIELDS
-
-    if written is None:
-        return {}
-    try:
-        extra = msgspec.json.decode(written, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
-    if own := [name for name in OWN_FIELDS if name in extra]:
-        raise ConfigError(f"--extra-body sets {', '.join(own)}, which bench sets itself")
-    return extra
 
 
 def _workload(given: dict[str, Any]) -> Workload:

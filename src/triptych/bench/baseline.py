@@ -1,0 +1,73 @@
+"""What was measured against what was measured before on the same hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS
+
+_HIGHER = (
+    "request_throughput",
+    "output_throughput",
+    "audio_throughput",
+    "streams_without_underrun_ratio",
+)
+_LOWER = (
+    "total_audio_underrun_s",
+    *(f"{statistic}_{name}" for name in DISTRIBUTIONS if name != "audio_duration_s" for statistic in STATISTICS),
+)
+COMPARED = (*_HIGHER, *_LOWER)  # more is better of the first, less of the others
+# What `--update-baseline` writes where the file names no metrics.
+USUAL = ("output_throughput", "mean_ttft_ms", "mean_e2el_ms")
+USUAL_SPOKEN = (*USUAL, "audio_throughput", "mean_audio_ttfp_ms", "mean_audio_rtf")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric at one point of a sweep. `measured` is None if there was nothing to measure."""
+
+    metric: str
+    point: str
+    baseline: float
+    measured: float | None
+
+    def regressed(self, margin: float) -> bool:
+        """Whether it is worse by more than `margin`, a share of the baseline."""
+        if self.measured is None:
+            return True
+        if self.metric in _HIGHER:
+            return self.measured < self.baseline * (1 - margin)
+        return self.measured > self.baseline * (1 + margin)
+
+    def __str__(self) -> str:
+        if self.measured is None:
+            return f"{self.metric} at {self.point}: nothing was measured, the baseline is {self.baseline:g}"
+        change = f", {self.measured / self.baseline - 1:+.1%}" if self.baseline else ""
+        less_or_more = "more" if self.metric in _HIGHER else "less"
+        return (
+            f"{self.metric} at {self.point}: {self.measured:.4g}, the baseline is {self.baseline:.4g}{change} "
+            f"({less_or_more} is better)"
+        )
+
+
+def compare(
+    baseline: Mapping[str, Sequence[float]], points: Sequence[str], summaries: Sequence[Mapping[str, Any]]
+) -> list[Comparison]:
+    """Every metric of a baseline at every point of the sweep, in that order."""
+    return [
+        Comparison(metric, point, value, summary[metric])
+        for metric, values in baseline.items()
+        for point, value, summary in zip(points, values, summaries, strict=True)
+    ]
+
+
+def measured_baseline(
+    metrics: Sequence[str], summaries: Sequence[Mapping[str, Any]], *, speaks: bool
+) -> dict[str, list[float]]:
+    """The values of a run as a baseline: of `metrics`, or of the usual ones. One that nothing was measured of, at some
+    point of the sweep, is left out."""
+    names = metrics or (USUAL_SPOKEN if speaks else USUAL)
+    found = {name: [summary[name] for summary in summaries] for name in names}
+    return {name: [float(f"{value:.5g}") for value in values] for name, values in found.items() if None not in values}

@@ -1,0 +1,40 @@
+"""What the benchmark commands make of options that they share."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+from triptych.cli.options import PlatformName
+from triptych.errors import ConfigError
+
+
+def extra_fields(written: str | None) -> dict[str, Any]:
+    """The JSON of `--extra-body`. Raises ConfigError for anything else, and for a field that bench sets itself."""
+    import msgspec
+
+    from triptych.bench.workload import OWN_FIELDS
+
+    if written is None:
+        return {}
+    try:
+        extra = msgspec.json.decode(written, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--extra-body is not a JSON object: {error}") from error
+    if own := [name for name in OWN_FIELDS if name in extra]:
+        raise ConfigError(f"--extra-body sets {', '.join(own)}, which bench sets itself")
+    return extra
+
+
+def serve_arguments(
+    deploy_config: str | None, stage_overrides: str | None, platform: PlatformName | None
+) -> tuple[str, ...]:
+    """These options as `triptych serve` takes them."""
+    given = {"--deploy-config": deploy_config, "--stage-overrides": stage_overrides, "--platform": platform}
+    return tuple(word for flag, value in given.items() if value is not None for word in (flag, str(value)))
+
+
+def command_line() -> str:
+    """What was typed, for a record."""
+    return shlex.join(["triptych", *sys.argv[1:]])
