@@ -40,6 +40,7 @@ from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 from triptych.pipeline.request import GenerationRequest
 from triptych.stages.__main__ import main
 from triptych.stages.contract import StageContext, Submit
+from triptych.telemetry.stage_counts import StageCounts
 
 FRAMES_PER_WORD = 2
 SAMPLES_PER_FRAME = 8
@@ -130,7 +131,7 @@ class FakeStage:
         self.sender = next(iter(context.senders.values()), None)
         self.receiver = next(iter(context.receivers.values()), None)
         self.held: dict[str, Held] = {}
-        self.steps = 0
+        self.counts = StageCounts()
         if self.knobs.get("refuse") == self.kind:
             raise CheckpointError(f"the weights of {self.kind} are made of cheese")
         if self.knobs.get("die") == self.kind:
@@ -177,7 +178,7 @@ class FakeStage:
         return any(self._ready(held) for held in self.held.values())
 
     def step(self) -> None:
-        self.steps += 1
+        self.counts.step_time_s.observe(0)
         time.sleep(self.knobs.get("pace_s", 0))
         for request_id, held in list(self.held.items()):
             if self._ready(held):
@@ -185,7 +186,7 @@ class FakeStage:
                 self._make_trouble(request_id, held)
 
     def stats(self) -> StageStats:
-        return StageStats(stage=self.kind, running=len(self.held), steps=self.steps)
+        return StageStats(stage=self.kind, running=len(self.held), counts=self.counts)
 
     def close(self) -> None:
         for request_id in list(self.held):

@@ -14,12 +14,13 @@ import triptych
 
 SOURCE = Path(triptych.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-FOUNDATION = {"config", "errors", "log"}
+FOUNDATION = {"config", "errors", "log", "telemetry"}
 BELOW_STAGES = {"engine", "streaming", "models", "connectors", "layers", *FOUNDATION}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "log": {"errors"},
-    "config": FOUNDATION,
+    "config": {"config", "errors", "log"},
+    "telemetry": {"config"},
     "layers": FOUNDATION,
     "engine": {"layers", *FOUNDATION},
     "connectors": {*FOUNDATION},

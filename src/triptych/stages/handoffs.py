@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from triptych.connectors.contract import Array, Arrays, Sender
+from triptych.telemetry.stage_counts import TransferCounts
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class Handoffs:
 
     def __init__(self, sender: Sender, *, async_chunk: bool) -> None:
         self._sender, self._async_chunk = sender, async_chunk
+        self.transfers = TransferCounts()
         self._pending: dict[str, _Pending] = {}
 
     def open(self, request_id: str) -> None:
@@ -61,8 +64,11 @@ class Handoffs:
     def _send(self, request_id: str, pending: _Pending) -> bool:
         while pending.pieces:
             piece, final = pending.pieces[0]
+            started = time.perf_counter()
             if not self._sender.try_put(request_id, piece, final=final):
                 return False
+            self.transfers.tx_s.observe(time.perf_counter() - started)
+            self.transfers.size_bytes.observe(sum(array.nbytes for array in piece.values()))
             pending.pieces.popleft()
             if final:
                 # The edge itself ends when the other side has consumed everything.
