@@ -21,7 +21,8 @@ from triptych.server.collectors import MediaCollector, PipelineCollector
 from triptych.server.stage_metrics import PREFIX
 from triptych.telemetry.histogram import RATIOS, SECONDS
 
-disable_created_metrics()  # a second name for each series, of which Prometheus' text format makes nothing
+# Each would be a second name of a series, of which Prometheus makes nothing in the text format.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 OUTCOMES = ("stop", "length", "refused", "overloaded", "failed", "disconnected")
 
