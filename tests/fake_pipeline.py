@@ -20,6 +20,7 @@ from triptych.errors import CapacityError
 from triptych.media.contract import MediaFeatures, MediaOptions, MediaPart, MediaStats
 from triptych.pipeline.health import PipelineHealth, ProcessHealth, ProcessState
 from triptych.pipeline.request import AudioDelta, Done, Event, GenerationRequest, TextDelta
+from triptych.telemetry.stage_counts import StageCounts
 
 DECODER = {
     "vocab_size": 1500,
@@ -136,7 +137,7 @@ class FakeOrchestrator:
         return PipelineHealth(
             ready=self.state is ProcessState.READY,
             processes={"text": process("text", "thinker", "code2wav"), "speech": process("speech", "talker")},
-            stages={"thinker": StageStats(stage="thinker", running=3, tokens=77)},
+            stages={"thinker": StageStats(stage="thinker", running=3, counts=StageCounts(tokens=77))},
             running=3,
             queued=1,
             freeing=0,

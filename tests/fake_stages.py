@@ -43,6 +43,7 @@ from triptych.pipeline.request import GenerationRequest
 from triptych.stages.__main__ import main
 from triptych.stages.arrivals import Arrivals
 from triptych.stages.contract import StageContext, Submit
+from triptych.telemetry.stage_counts import StageCounts
 
 FRAMES_PER_WORD = 2
 SAMPLES_PER_FRAME = 8
@@ -140,7 +141,7 @@ class FakeStage:
         self.senders = {name: edge for edges in context.senders.values() for name, edge in edges.items()}
         self.arrivals = Arrivals({name: edge for edges in context.receivers.values() for name, edge in edges.items()})
         self.held: dict[str, Held] = {}
-        self.steps = 0
+        self.counts = StageCounts()
         if self.knobs.get("refuse") == self.kind:
             raise CheckpointError(f"the weights of {self.kind} are made of cheese")
         if self.knobs.get("die") == self.kind:
@@ -194,7 +195,7 @@ class FakeStage:
         return any(self._ready(held) for held in self.held.values())
 
     def step(self) -> None:
-        self.steps += 1
+        self.counts.step_time_s.observe(0)
         time.sleep(self.knobs.get("pace_s", 0))
         for request_id, held in list(self.held.items()):
             if self._ready(held):
@@ -202,7 +203,7 @@ class FakeStage:
                 self._make_trouble(request_id, held)
 
     def stats(self) -> StageStats:
-        return StageStats(stage=self.kind, running=len(self.held), steps=self.steps)
+        return StageStats(stage=self.kind, running=len(self.held), counts=self.counts)
 
     def close(self) -> None:
         for request_id in list(self.held):

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 LOAD_S = 120
 STOP_S = 30
+LABELS = ("stage", "process", "outcome", "le")
 HEARTBEAT_S = 1.0  # what /metrics says of a stage is no older
 
 
@@ -56,13 +57,13 @@ class LiveServer:
     # --- what the operator sees ---
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """name (without its prefix) -> value by stage, process or outcome; "" where there is no such label."""
+        """name (without its prefix) -> value by stage, process, outcome, bucket, in this order, as "thinker finished";
+        "" where there is none of them."""
         text = httpx.get(f"{self.url}/metrics", timeout=5).text
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                labels = sample.labels
-                label = labels.get("stage") or labels.get("process") or labels.get("outcome") or ""
+                label = " ".join(sample.labels[name] for name in LABELS if name in sample.labels)
                 found.setdefault(sample.name.removeprefix("triptych:"), {})[label] = sample.value
         return found
 
@@ -72,8 +73,13 @@ class LiveServer:
         whole = {name: metrics[f"num_requests_{name}"][""] for name in ("running", "waiting", "freeing")}
         stages = {
             f"{stage} {name}": value
-            for name in ("running", "waiting", "parked", "kv_blocks_used")
-            for stage, value in metrics[f"stage_{name}"].items()
+            for name in (
+                "stage_running_requests",
+                "stage_waiting_requests",
+                "stage_parked_requests",
+                "kv_cache_usage_perc",
+            )
+            for stage, value in metrics[name].items()
         }
         return {name: value for name, value in (whole | stages).items() if value}
 

@@ -543,8 +543,8 @@ async def test_metrics_count_what_was_served(client: httpx.AsyncClient, pipeline
         'triptych:audio_rtf_count{model_name="omni"} 1.0',
         'triptych:num_requests_running{model_name="omni"} 3.0',
         'triptych:num_requests_waiting{model_name="omni"} 1.0',
-        'triptych:stage_running{model_name="omni",stage="thinker"} 3.0',
-        'triptych:stage_tokens_total{model_name="omni",stage="thinker"} 77.0',
+        'triptych:stage_running_requests{model_name="omni",replica="0",stage="thinker"} 3.0',
+        'triptych:stage_tokens_total{model_name="omni",replica="0",stage="thinker"} 77.0',
     ):
         assert line in text.splitlines(), line
 

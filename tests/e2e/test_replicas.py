@@ -48,7 +48,7 @@ def state(orchestrator: Orchestrator, process: str) -> str:
 
 def steps(orchestrator: Orchestrator) -> dict[str, int]:
     """How many steps each replica said that it has made."""
-    return {name: stats.steps for name, stats in orchestrator.health().stages.items()}
+    return {name: stats.counts.step_time_s.count for name, stats in orchestrator.health().stages.items()}
 
 
 # --- fake stages in real processes ---

@@ -22,10 +22,12 @@ import openai
 import pytest
 
 from tests.live_server import HEARTBEAT_S, LOAD_S, LiveServer, sse_events, wait_until
+from triptych.models.qwen3_omni.config import load_config
 
 PROMPT, SEED, MAX_TOKENS = "Tell me a story.", 7, 48
 FORMATS = ("wav", "pcm16", "mp3", "flac", "opus", "aac")
 FRAMES = 50  # 80 ms each
+TAIL = 555  # samples that a reply is shorter than its frames
 # 240 tokens of text and 4 s of speech, whatever the model would rather do.
 LONG = [{"ignore_eos": True, "max_tokens": 240}, {"ignore_eos": True, "max_tokens": FRAMES}]
 
@@ -206,7 +208,7 @@ async def test_audio_alone_carries_its_text_as_a_transcript_only(server: LiveSer
 
 
 def stage_steps(server: LiveServer) -> dict[str, float]:
-    return server.metrics()["stage_steps_total"]
+    return server.metrics()["stage_step_time_s_count"]
 
 
 async def test_text_alone_never_touches_the_speech_stages(server: LiveServer) -> None:
@@ -239,6 +241,52 @@ def test_a_text_only_server_has_no_speech_stage_and_says_so(nano: Path, tmp_path
                 error = refused.json()["error"]
                 assert error["param"] == "modalities" and "no speech stages" in error["message"]
         assert set(stage_steps(server)) == {"thinker"}
+
+
+# --- what the operator sees ---
+
+
+async def test_each_stage_counts_what_was_streamed(server: LiveServer, nano: Path) -> None:
+    wait_until(lambda: not server.held(), 2 * HEARTBEAT_S, server.held)
+    before = server.metrics()
+
+    def since(name: str, label: str = "") -> float:
+        return after[name][label] - before.get(name, {}).get(label, 0)
+
+    def settled() -> bool:
+        finished = server.metrics()["stage_requests_total"]["code2wav finished"]
+        return not server.held() and finished == before["stage_requests_total"]["code2wav finished"] + 3
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=LOAD_S) as client:
+        spoken = await asyncio.gather(*(ask(client, long_body(stream=True, seed=seed)) for seed in range(3)))
+    wait_until(settled, 3 * HEARTBEAT_S, server.held)
+    after = server.metrics()
+
+    samples, frames = sum(len(answer.audio) // 2 for answer in spoken), since("audio_frames_total")
+    assert samples == 1920 * frames - 3 * TAIL and frames == 3 * FRAMES
+    assert since("audio_duration_s_sum") == pytest.approx(samples / 24000)
+    assert since("stage_tokens_total", "talker") == since("stage_tokens_total", "code2wav") == frames
+    assert since("stage_tokens_total", "thinker") == since("generation_tokens_total")
+    for stage in ("thinker", "talker", "code2wav"):
+        steps = since("stage_step_time_s_count", stage)
+        assert steps > 0 and since("stage_step_time_s_sum", stage) > 0
+        for name in ("stage_batch_size", "stage_step_tokens"):
+            assert since(f"{name}_count", stage) == since(f"{name}_bucket", f"{stage} +Inf") == steps
+            assert steps <= since(f"{name}_sum", stage)
+        for name in ("request_queue_wait_s_count", "stage_gen_time_s_count"):
+            assert since(name, stage) == 3
+        assert since("stage_requests_total", f"{stage} finished") == 3
+        assert (
+            since("stage_requests_total", f"{stage} failed") == since("stage_requests_total", f"{stage} aborted") == 0
+        )
+    assert since("stage_step_tokens_sum", "code2wav") == frames
+    talker = load_config(nano).talker
+    assert talker is not None
+    assert since("transfer_size_bytes_sum", "talker") == 4 * talker.num_code_groups * frames
+    assert 0 < since("transfer_size_bytes_sum", "thinker") <= 4 * since("generation_tokens_total")
+    for stage in ("thinker", "talker"):
+        assert since("transfer_tx_s_count", stage) == since("transfer_size_bytes_count", stage) >= 3
+        assert after["kv_cache_usage_perc"][stage] == 0 and after["kv_cache_blocks"][stage] > 0
 
 
 # --- clients that leave ---

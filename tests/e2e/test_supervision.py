@@ -22,6 +22,7 @@ import pytest
 import pytest_asyncio
 
 from tests.fake_stages import COMMAND, CONFIG, FRAMES_PER_WORD, SAMPLES_PER_FRAME, deploy_config, generation_request
+from triptych.config.schema import StageKind
 from triptych.connectors.wire import LoadProgress
 from triptych.errors import CapacityError, CheckpointError, DeadlineError, RequestError, StageError
 from triptych.pipeline.orchestrator import Orchestrator
@@ -90,6 +91,11 @@ async def check_serves(orchestrator: Orchestrator, request_id: str = "check", *,
 def held(orchestrator: Orchestrator) -> int:
     """Requests that the stages said they hold, in their latest heartbeats."""
     return sum(stats.running for stats in orchestrator.health().stages.values())
+
+
+def steps(orchestrator: Orchestrator) -> dict[StageKind, int]:
+    """Steps of each stage by its latest heartbeat, those of processes before its own included."""
+    return {kind: stats.counts.step_time_s.count for kind, stats in orchestrator.health().stages.items()}
 
 
 def pid_of(orchestrator: Orchestrator, process: str) -> int:
@@ -161,11 +167,11 @@ async def test_a_text_only_deployment_serves_text_and_refuses_speech() -> None:
 async def test_text_only_never_touches_the_speech_stages(shared: Orchestrator) -> None:
     await eventually(lambda: len(shared.health().stages) == 3, 3)
     await asyncio.sleep(1.1)
-    before = shared.health().stages
+    before = steps(shared)
     await check_serves(shared, speak=False)
-    await eventually(lambda: shared.health().stages["thinker"].steps > before["thinker"].steps, 3)
-    after = shared.health().stages
-    assert (after["talker"].steps, after["code2wav"].steps) == (before["talker"].steps, before["code2wav"].steps)
+    await eventually(lambda: steps(shared)["thinker"] > before["thinker"], 3)
+    after = steps(shared)
+    assert (after["talker"], after["code2wav"]) == (before["talker"], before["code2wav"])
 
 
 @shared_loop
@@ -281,6 +287,8 @@ async def test_a_killed_process_fails_only_what_needs_it_and_comes_back() -> Non
         text_only = orchestrator.submit(generation_request("text", words=200, seed=2, speak=False))
         spoken = orchestrator.submit(generation_request("spoken", words=3000))
         await anext(spoken)
+        await eventually(lambda: steps(orchestrator).get("talker", 0) > 0, 3)
+        before = steps(orchestrator)
         old = pid_of(orchestrator, "speech")
         os.kill(old, signal.SIGKILL)
         killed = time.monotonic()
@@ -297,6 +305,7 @@ async def test_a_killed_process_fails_only_what_needs_it_and_comes_back() -> Non
         await eventually(lambda: orchestrator.health().ready, 10)
         assert pid_of(orchestrator, "speech") != old and orchestrator.health().restarts == 1
         await check_serves(orchestrator)
+        assert all(now >= before[kind] for kind, now in steps(orchestrator).items()), "a count fell"
 
 
 async def test_the_first_and_the_last_stage_come_back_too_and_so_do_all_at_once() -> None:

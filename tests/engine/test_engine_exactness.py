@@ -70,6 +70,29 @@ def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: di
         assert bench.thinker.scheduler.num_preemptions + bench.talker.scheduler.num_preemptions > 0
     for stage_ in (bench.thinker, bench.talker):
         assert stage_.scheduler.pool.num_used == 0
+    check_counts(bench, 12)
+
+
+def check_counts(bench: Bench, num_requests: int) -> None:
+    """What the stages say that they did is what they gave, however the requests were scheduled."""
+    thinker, talker, code2wav = (stage.stats().counts for stage in bench.stages)
+    for counts in (thinker, talker, code2wav):
+        assert counts.step_time_s.count == counts.batch_size.count == counts.step_tokens.count > 0
+        assert counts.gen_time_s.count == num_requests
+        assert 0 < counts.step_time_s.total and counts.batch_size.total >= counts.batch_size.count
+        assert (counts.failed, counts.aborted) == (0, 0)
+    # Without any text the Talker is done without a step.
+    spoken = sum(reply.frames > 0 for reply in bench.replies.values())
+    assert thinker.queue_wait_s.count == code2wav.queue_wait_s.count == num_requests
+    assert spoken <= talker.queue_wait_s.count <= num_requests
+    frames = sum(reply.frames for reply in bench.replies.values())
+    assert thinker.tokens == sum(reply.num_tokens for reply in bench.replies.values())
+    assert talker.tokens == code2wav.tokens == code2wav.step_tokens.total == frames
+    sizes = talker.transfers["code2wav"].size_bytes
+    assert sizes.total == 4 * bench.talker.model.num_code_groups * frames
+    assert sizes.count == talker.transfers["code2wav"].tx_s.count >= num_requests
+    assert 0 < thinker.transfers["talker"].size_bytes.total <= 4 * thinker.tokens
+    assert talker.preemptions == bench.talker.scheduler.num_preemptions
 
 
 def test_text_that_comes_late_equals_text_that_comes_at_once(nano: Path, reference: dict[int, Reply]) -> None:
@@ -93,7 +116,8 @@ def test_cached_prefix_equals_cold(nano: Path, reference: dict[int, Reply]) -> N
     warm.submit("again", prompt, thinker=text, talker=speech)
     warm.run()
     assert_same(warm.replies["again"], reference[index])
-    assert warm.thinker.scheduler.pool.num_hit_tokens > 0
+    counts = warm.thinker.stats().counts
+    assert 0 < counts.prefix_hits < counts.prefix_queries == 2 * len(prompt)
 
 
 def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
@@ -131,6 +155,8 @@ def test_abort_frees_everything_and_disturbs_nobody(nano: Path, reference: dict[
     for stage in bench.stages:
         stats = stage.stats()
         assert (stats.running, stats.waiting, stats.parked, stats.kv_blocks_used) == (0, 0, 0, 0)
+        counts = stats.counts
+        assert counts.aborted + counts.gen_time_s.count == 12 and counts.aborted <= 3, "each request counts once"
 
 
 def test_runaway_speech_ends_with_length(nano: Path) -> None:

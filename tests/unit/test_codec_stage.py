@@ -201,7 +201,7 @@ def test_the_audio_of_a_request_equals_the_one_shot_decode(bench: Bench, model: 
     samples = np.frombuffer(bench.outbox.samples("a"), dtype="<f4")
     np.testing.assert_allclose(samples, one_shot(model, codes(frames)), atol=1e-5)
     assert bench.outbox.ended("a")
-    assert bench.stage.stats().tokens == frames
+    assert bench.stage.stats().counts.tokens == frames
     bench.assert_empty()
 
 
@@ -283,7 +283,7 @@ def test_chunks_of_one_kind_share_a_step_where_batching_is_allowed(model: Code2W
         batched.submit(name)
         batched.receiver.put(name, codes(9, seed=index), final=True)
     batched.run()
-    assert batched.stage.stats().steps == len(batched.outbox.audio["a"])
+    assert batched.stage.stats().counts.step_time_s.count == len(batched.outbox.audio["a"])
     for index, name in enumerate("abc"):
         samples = np.frombuffer(batched.outbox.samples(name), dtype="<f4")
         np.testing.assert_allclose(samples, one_shot(model, codes(9, seed=index)), atol=1e-5)
@@ -311,11 +311,11 @@ def test_a_request_sends_no_more_chunks_than_it_has_credit_for(bench: Bench) -> 
     bench.run()
     assert len(bench.outbox.audio["a"]) == 2
     assert bench.stage.stats().parked == 1
-    decoded = bench.stage.stats().tokens
+    decoded = bench.stage.stats().counts.tokens
     bench.stage.grant(Grant(request_id="a", count=1))
     bench.run()
     assert len(bench.outbox.audio["a"]) == 3
-    assert bench.stage.stats().tokens > decoded
+    assert bench.stage.stats().counts.tokens > decoded
     bench.stage.grant(Grant(request_id="a", count=PLENTY))
     bench.run()
     assert bench.outbox.ended("a")
@@ -526,6 +526,9 @@ def test_random_life_ends_with_everything_free(model: Code2Wav) -> None:
             stats = bench.stage.stats()
             assert stats.running <= 2
             assert stats.waiting == 0 or stats.running == 2
+    stats = bench.stage.stats()
+    ended = (stats.counts.gen_time_s.count, stats.counts.failed, stats.counts.aborted)
+    assert min(ended) > 0 and sum(ended) + stats.running + stats.waiting == len(names)
     bench.stage.close()
     bench.run()
     bench.assert_empty()

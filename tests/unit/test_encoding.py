@@ -220,6 +220,7 @@ def test_what_two_requests_bring_is_encoded_once(
     line.submit("three", [video()])  # from the cache
     assert not line.has_work() and line.rows_ready("three", 0) == 30
     assert sum(t for [(t, _, _)] in calls) == 5
+    assert (line.num_queries, line.num_hits) == (4, 3)
 
 
 def test_one_kind_is_not_taken_for_another_of_the_same_digest(make_line: Callable[..., EncoderLine]) -> None:

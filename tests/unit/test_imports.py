@@ -15,14 +15,15 @@ import triptych
 SOURCE = Path(triptych.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 FOUNDATION = {"config", "errors", "log"}
-BELOW_STAGES = {"engine", "streaming", "models", "connectors", "layers", *FOUNDATION}
+BELOW_STAGES = {"engine", "streaming", "models", "connectors", "layers", "telemetry", *FOUNDATION}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "log": {"errors"},
     "config": FOUNDATION,
+    "telemetry": {"config"},
     "layers": FOUNDATION,
-    "engine": {"layers", *FOUNDATION},
-    "connectors": {*FOUNDATION},
+    "engine": {"layers", "telemetry", *FOUNDATION},
+    "connectors": {"telemetry", *FOUNDATION},
     "streaming": {"layers", *FOUNDATION},
     "models": {"streaming", "layers", *FOUNDATION},
     "media": {"models", "connectors", *FOUNDATION},
@@ -33,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {"bench", "server", "pipeline", "stages", "media", *BELOW_STAGES},
 }
 POLICY = ["engine/request.py", "engine/block_pool.py", "engine/scheduler.py"]
-SERVER_SIDE = ["server", "pipeline", "cli", "bench", "connectors", "config"]
+SERVER_SIDE = ["server", "pipeline", "cli", "bench", "connectors", "config", "telemetry"]
 
 
 def name_of(file: Path) -> str:

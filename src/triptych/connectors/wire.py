@@ -12,6 +12,7 @@ import msgspec
 
 from triptych.config.sampling import SamplingParams
 from triptych.config.schema import DeployConfig, StageKind
+from triptych.telemetry.stage_counts import StageCounts
 
 # --- server -> stage process -----------------------------------------------------------------------------------------
 
@@ -196,19 +197,16 @@ class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of one stage since its start. `replica` is for the server to fill in."""
+    """How one stage is now, and what it has counted since its start. `replica` is for the server to fill in."""
 
     stage: StageKind
     replica: int = 0
     running: int = 0
     waiting: int = 0
     parked: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    tokens: int = 0  # text tokens, or codec frames, or frames decoded
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
-    preemptions: int = 0
+    counts: StageCounts = msgspec.field(default_factory=StageCounts)
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -20,10 +20,12 @@ class ScheduledRow:
 
 @dataclass(slots=True, frozen=True)
 class ScheduledBatch:
-    """One step. `rows` holds decode rows (one token) first, then prefill pieces; `preempted` lost their blocks."""
+    """One step. `rows` holds decode rows (one token) first, then prefill pieces; `preempted` lost their blocks, and for
+    `admitted` it is the first step."""
 
     rows: tuple[ScheduledRow, ...]
     preempted: tuple[EngineRequest, ...] = ()
+    admitted: tuple[EngineRequest, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -10,19 +10,25 @@ from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.model_runner import ModelRunner
+from triptych.engine.request import EngineRequest
 from triptych.engine.scheduler import Scheduler
+from triptych.telemetry.stage_counts import StageCounts
 
 # Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the scheduler.
 Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
 
 
 class Engine:
-    """A scheduler and a runner. `num_steps` and `step_seconds` count the steps that ran something."""
+    """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`."""
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
-        self.scheduler, self.runner = scheduler, runner
-        self.num_steps = 0
-        self.step_seconds = 0.0
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        counts: StageCounts,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.scheduler, self.runner, self.counts, self.clock = scheduler, runner, counts, clock
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -30,14 +36,27 @@ class Engine:
     @torch.inference_mode()
     def step(self, draw: Draw) -> ScheduledBatch | None:
         """Run what the scheduler gives out, if anything, and `draw` from what has reached its end. Returns what ran."""
-        started = time.perf_counter()
+        started = self.clock()
         batch = self.scheduler.schedule()
         if batch is None:
             return None
+        for request in batch.admitted:
+            request.started_at = started
+            self.counts.queue_wait_s.observe(started - request.ready_at)
         sampling, hidden = self.runner.execute(batch)
         self.scheduler.update(batch)
         if hidden is not None:
             draw(sampling, hidden)
-        self.num_steps += 1
-        self.step_seconds += time.perf_counter() - started
+        self.counts.step_time_s.observe(self.clock() - started)
+        self.counts.batch_size.observe(len(batch.rows))
+        self.counts.step_tokens.observe(batch.num_tokens)
         return batch
+
+    def ready(self, request: EngineRequest) -> None:
+        """A request that has not begun has from now on what it needs to, or more of it."""
+        request.ready_at = self.clock()
+
+    def finished(self, request: EngineRequest) -> None:
+        """Count a request that was served to its end; one may end without a single step."""
+        now = self.clock()
+        self.counts.gen_time_s.observe(now - (now if request.started_at is None else request.started_at))

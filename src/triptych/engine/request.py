@@ -52,6 +52,9 @@ class EngineRequest:
     # r + position_delta. None: row r at r on all three.
     positions: NDArray[np.float32] | None = None
     position_delta: float = 0.0
+    # Of use to metrics alone: when the request had what it needs to begin, and when its first step began.
+    ready_at: float = 0.0
+    started_at: float | None = None
     # Tokens drawn so far. Row p draws the next one only if p == num_prompt_tokens - 1 + num_sampled, so a row that is
     # recomputed after a preemption never draws twice.
     num_sampled: int = 0

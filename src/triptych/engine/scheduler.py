@@ -44,6 +44,7 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.num_preemptions = 0
+        self.num_queried_tokens = 0  # that the prefix cache was asked for when requests started
         self._requests: dict[str, EngineRequest] = {}
         self._running: list[EngineRequest] = []  # by arrival
         self._preempted: list[EngineRequest] = []  # by arrival; the front of the waiting line
@@ -204,10 +205,11 @@ class Scheduler:
                 continue
             row = ScheduledRow(request, start, end - start, self._samples(request, end))
             (singles if end == start + 1 else pieces).append(row)
+        admitted: list[EngineRequest] = []
         if admits and not preempted and (self._preempted or self._waiting):
-            self._admit(budget, singles, pieces, preempted)
+            self._admit(budget, singles, pieces, preempted, admitted)
         rows = (*singles, *pieces)
-        return ScheduledBatch(rows, tuple(preempted)) if rows else None
+        return ScheduledBatch(rows, tuple(preempted), tuple(admitted)) if rows else None
 
     def update(self, batch: ScheduledBatch) -> None:
         """The rows of `batch` were computed. Requests that finished meanwhile are passed over."""
@@ -299,6 +301,7 @@ class Scheduler:
         singles: list[ScheduledRow],
         pieces: list[ScheduledRow],
         preempted: list[EngineRequest],
+        admitted: list[EngineRequest],
     ) -> None:
         for request in self._candidates():
             if request.slot < 0 and not self._free_slots:
@@ -316,6 +319,8 @@ class Scheduler:
             end = self._cut(start, whole, budget)
             if end == start:
                 return
+            if request.num_preemptions == 0:
+                admitted.append(request)
             self._start(request, hits)
             row = ScheduledRow(request, start, end - start, self._samples(request, end))
             (singles if end == start + 1 else pieces).append(row)
@@ -346,6 +351,8 @@ class Scheduler:
             self._remove(self._preempted, request)
         if request.slot < 0:
             request.slot = heappop(self._free_slots)
+        if self.config.enable_prefix_caching:
+            self.num_queried_tokens += request.num_tokens
         self.pool.share(hits)
         request.block_ids = hits + self.pool.allocate(self.pool.blocks_for(request.num_tokens) - len(hits))
         request.num_computed_tokens = len(hits) * self.config.block_size

@@ -15,6 +15,7 @@ from triptych.connectors.wire import Fatal, StageStats
 from triptych.errors import CheckpointError, ConfigError, StageError, TriptychError
 from triptych.pipeline.health import ProcessHealth, ProcessState
 from triptych.pipeline.restarts import RestartBudget
+from triptych.pipeline.stage_totals import StageTotals
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +36,7 @@ class StageProcess:
     loaded: bool = False
     load_seconds: float = 1.0
     last_heartbeat: float | None = None
-    stats: dict[StageKind, StageStats] = field(default_factory=dict)
+    totals: StageTotals = field(default_factory=StageTotals)
     restarts: int = 0
     fatal: asyncio.Future[Fatal] | None = None
     killed_because: str | None = None
@@ -54,6 +55,11 @@ class StageProcess:
         """Whether it has loaded and is not known to be going down."""
         dying = self.killed_because is not None or (self.fatal is not None and self.fatal.done())
         return self.loaded and not dying
+
+    @property
+    def stats(self) -> dict[StageKind, StageStats]:
+        """How its stages are, with the counts of all that played it."""
+        return self.totals.stats()
 
     async def spawn(self, command: Sequence[str]) -> asyncio.subprocess.Process:
         """Start the OS process. Raises OSError."""
@@ -89,7 +95,7 @@ class StageProcess:
         self.child = self.greeting = self.identity = self.last_heartbeat = None
         self.killed_because = self.timer = self.fatal = None
         self.loaded = False
-        self.stats = {}
+        self.totals.ended()
 
     def ending(self, code: int, last_words: Fatal | None) -> TriptychError:
         """Why the OS process ended: killed by the server, by a signal, or by itself with an error."""

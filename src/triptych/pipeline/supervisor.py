@@ -186,7 +186,7 @@ class Supervisor:
                 self._loaded(process, message)
             case Heartbeat():
                 process.last_heartbeat = self._loop.time()
-                process.stats = {stats.stage: stats for stats in message.stages}
+                process.totals.heard(message.stages)
             case Fatal():
                 self._dying(process, message)
 

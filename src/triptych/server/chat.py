@@ -32,8 +32,9 @@ from triptych.server import sse
 from triptych.server.audio import FORMATS, Encoder, encodable, make_encoder
 from triptych.server.completion import Completion, base64_text, logprobs_object
 from triptych.server.errors import ModelNotFoundError, error_body
-from triptych.server.metrics import Metrics, RequestClock
+from triptych.server.metrics import Metrics
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
+from triptych.server.request_clock import RequestClock
 from triptych.server.transcripts import Transcripts
 
 logger = logging.getLogger(__name__)

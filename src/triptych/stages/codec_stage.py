@@ -23,6 +23,7 @@ from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.loading import load_model, stage_device, stage_dtype
 from triptych.streaming.state import StreamState
+from triptych.telemetry.stage_counts import StageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,7 @@ class CodecStage:
         self._free_slots = list(range(max_num_seqs))
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()
-        self._num_steps = 0
-        self._step_seconds = 0.0
-        self._num_frames = 0
+        self._counts = StageCounts()
 
     @classmethod
     def load(cls, context: StageContext) -> CodecStage:
@@ -119,6 +118,7 @@ class CodecStage:
     def abort(self, request_id: str) -> None:
         if request_id in self._streams:
             self._free(self._streams[request_id])
+            self._counts.aborted += 1
         else:  # frames of a request that was refused may be on their way
             self._arrivals.close(request_id)
 
@@ -145,14 +145,18 @@ class CodecStage:
         if not ready:
             return
         batch = [chunk for chunk in ready if chunk.kind == ready[0].kind][: self._max_batch]
+        for chunk in batch:
+            if not chunk.stream.num_chunks:
+                self._begin(chunk.stream, started)
         if ready[0].num_frames == 0:
             for chunk in batch:
                 self._emit(chunk, np.empty(0, dtype="<f4"))
         else:
             for chunk, samples in zip(batch, self._decode(batch), strict=True):
                 self._emit(chunk, samples)
-        self._num_steps += 1
-        self._step_seconds += self._clock() - started
+        self._counts.step_time_s.observe(self._clock() - started)
+        self._counts.batch_size.observe(len(batch))
+        self._counts.step_tokens.observe(sum(chunk.num_frames for chunk in batch))
 
     def stats(self) -> StageStats:
         running = [stream for stream in self._streams.values() if stream.slot is not None]
@@ -161,9 +165,7 @@ class CodecStage:
             running=len(running),
             waiting=len(self._waiting),
             parked=sum(stream.credit == 0 and self._next_chunk(stream) is not None for stream in running),
-            steps=self._num_steps,
-            step_seconds=self._step_seconds,
-            tokens=self._num_frames,
+            counts=self._counts,
         )
 
     def close(self) -> None:
@@ -182,6 +184,11 @@ class CodecStage:
         if stream.num_buffered >= size:
             return Chunk(stream, size, final=stream.ended and stream.num_buffered == size)
         return Chunk(stream, stream.num_buffered, final=True) if stream.ended else None
+
+    def _begin(self, stream: Stream, now: float) -> None:
+        assert stream.ready_at is not None
+        stream.started_at = now
+        self._counts.queue_wait_s.observe(now - stream.ready_at)
 
     def _absorb(self, stream: Stream) -> None:
         """Copy frames out of handoffs and release these, until two full chunks are buffered.
@@ -202,6 +209,8 @@ class CodecStage:
             if len(codes):
                 stream.buffer.append(codes)
                 stream.num_buffered += len(codes)
+        if stream.ready_at is None and self._next_chunk(stream) is not None:
+            stream.ready_at = self._clock()
 
     def _codes(self, stream: Stream, handoff: Handoff) -> Codes:
         """A copy of the handoff's frames. Raises CodecFault on anything the vocoder has no embedding for."""
@@ -236,7 +245,7 @@ class CodecStage:
         codes = torch.from_numpy(np.stack([self._take(chunk).T for chunk in batch])).to(self._device)
         slots = torch.tensor([chunk.stream.slot for chunk in batch], device=self._device)
         wav = self._model(codes, self._state, slots, first=batch[0].stream.num_decoded == 0)
-        self._num_frames += sum(chunk.num_frames for chunk in batch)
+        self._counts.tokens += sum(chunk.num_frames for chunk in batch)
         samples: NDArray[np.float32] = wav.cpu().numpy().astype("<f4", copy=False)
         return samples
 
@@ -255,6 +264,7 @@ class CodecStage:
         stream.due_at = max(stream.due_at, self._clock()) + len(samples) / self._sample_rate
         if chunk.final:
             self._free(stream)
+            self._counts.gen_time_s.observe(self._clock() - stream.started_at)
         else:
             self._absorb(stream)
 
@@ -264,6 +274,7 @@ class CodecStage:
         if stream is None:
             return  # it has ended, so nobody waits for an answer
         self._free(stream)
+        self._counts.failed += 1
         self._outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
 
     def _free(self, stream: Stream) -> None:

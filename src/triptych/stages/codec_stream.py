@@ -32,6 +32,8 @@ class Stream:
     num_decoded: int = 0
     num_chunks: int = 0
     ended: bool = False  # the final handoff is in the buffer
+    ready_at: float | None = None  # when its first chunk could be decoded
+    started_at: float = 0.0  # when that was begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from triptych.models.qwen3_omni.preprocessor_config import PreprocessorConfig, l
 from triptych.stages.contract import StageContext
 from triptych.stages.loading import load_model
 from triptych.stages.media_slices import EncoderItem, Slice, check_item, slices
+from triptych.telemetry.histogram import STEP_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,8 @@ class EncoderLine:
         self.dtype, self.device, self.batch_invariant = dtype, device, batch_invariant
         self.cache: EncoderCache[_Encoding] = EncoderCache(cache_bytes)
         self.ahead_bytes = max(cache_bytes, AHEAD_BYTES)
+        self.step_time_s = Histogram(STEP_SECONDS)
+        self.num_queries = self.num_hits = 0  # items, and those whose rows were there or on their way
         self._requests: dict[str, tuple[_Encoding, ...]] = {}  # first come first
         self._unfinished: dict[_Key, _Encoding] = {}
         self._turns: deque[str] = deque()
@@ -170,6 +174,7 @@ class EncoderLine:
     @torch.inference_mode()
     def step(self) -> tuple[Fault, ...]:
         """Encode the next slices; the requests that failed over theirs."""
+        started = time.perf_counter()
         due = self._due()
         if self.batch_invariant:
             calls = [[work] for work in due]
@@ -178,7 +183,9 @@ class EncoderLine:
             for work in due:
                 together.setdefault(work[2].chunk, []).append(work)
             calls = list(together.values())
-        return tuple(fault for call in calls for fault in self._encode(call))
+        faults = tuple(fault for call in calls for fault in self._encode(call))
+        self.step_time_s.observe(time.perf_counter() - started)
+        return faults
 
     # --- whose turn it is --------------------------------------------------------------------------------------------
 
@@ -186,10 +193,12 @@ class EncoderLine:
         """The encoding of an item, shared with whoever brought the same one and needs no earlier row."""
         todo = deque(piece for piece in slices(item, self.encoders, self.budget) if piece.end > item.first_row)
         first_row = todo[0].row
+        self.num_queries += 1
         for first in dict.fromkeys((0, first_row)):
             key = (item.kind, item.digest, first)
             encoding = self.cache.pin(key, request_id) or self._unfinished.get(key)
             if encoding is not None:
+                self.num_hits += 1
                 break
         else:
             encoding = _Encoding(key, item, first_row, item.num_rows, todo)

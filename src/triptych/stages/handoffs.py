@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from triptych.connectors.contract import Array, Arrays, Sender
+from triptych.telemetry.stage_counts import TransferCounts
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class Handoffs:
 
     def __init__(self, senders: Mapping[str, Sender], *, async_chunk: bool) -> None:
         self._senders, self._async_chunk = senders, async_chunk
+        self.transfers = TransferCounts()
         self._pending: dict[str, _Pending] = {}
 
     def open(self, request_id: str, target: str) -> None:
@@ -67,8 +70,11 @@ class Handoffs:
     def _send(self, request_id: str, pending: _Pending) -> bool:
         while pending.pieces:
             piece, final = pending.pieces[0]
+            started = time.perf_counter()
             if not pending.sender.try_put(request_id, piece, final=final):
                 return False
+            self.transfers.tx_s.observe(time.perf_counter() - started)
+            self.transfers.size_bytes.observe(sum(array.nbytes for array in piece.values()))
             pending.pieces.popleft()
             if final:
                 # The edge itself ends when the other side has consumed everything.

@@ -139,18 +139,17 @@ def set_up_decoder(
     return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
 
 
-def engine_stats(kind: StageKind, engine: Engine, tokens: int) -> StageStats:
-    """What an autoregressive stage tells of itself; `tokens` is what it has drawn."""
-    scheduler = engine.scheduler
+def engine_stats(kind: StageKind, engine: Engine) -> StageStats:
+    """What an autoregressive stage tells of itself."""
+    scheduler, counts = engine.scheduler, engine.counts
+    counts.preemptions = scheduler.num_preemptions
+    counts.prefix_queries, counts.prefix_hits = scheduler.num_queried_tokens, scheduler.pool.num_hit_tokens
     return StageStats(
         stage=kind,
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
         parked=scheduler.num_parked,
-        steps=engine.num_steps,
-        step_seconds=engine.step_seconds,
-        tokens=tokens,
         kv_blocks_used=scheduler.pool.num_used,
         kv_blocks_total=scheduler.pool.num_usable,
-        preemptions=scheduler.num_preemptions,
+        counts=counts,
     )

@@ -44,6 +44,7 @@ from triptych.stages.loading import (
     stage_dtype,
 )
 from triptych.stages.speech_rows import SpeechRows
+from triptych.telemetry.stage_counts import StageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +74,15 @@ class TalkerStage:
         runner = ModelRunner(
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
         )
-        self.engine = Engine(setup.scheduler, runner)
+        self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
+        self.engine = Engine(setup.scheduler, runner, self.counts)
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
             num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
         )
         self.residual_uniforms = UniformBlocks(slots, [residual(index) for index in range(1, model.num_code_groups)])
         self.requests: dict[str, SpeechRows] = {}
-        self.frames, self.runaways = 0, 0
+        self.runaways = 0
 
     @classmethod
     def load(cls, context: StageContext) -> Self:
@@ -120,8 +122,9 @@ class TalkerStage:
                 raise TriptychError(f"the prompt takes {rows.engine.num_prompt_tokens} rows, the Talker has {limit}")
             rows.max_frames = min(room, message.params.max_tokens or room)
             self.scheduler.add(rows.engine)
+            self.engine.ready(rows.engine)
         except TriptychError as error:
-            self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
+            self._tell_failure(message.request_id, str(error))
             return
         self.requests[message.request_id] = rows
         self.arrivals.open(message.request_id, message.route.thinker)
@@ -131,11 +134,8 @@ class TalkerStage:
         """The Talker sends no audio."""
 
     def abort(self, request_id: str) -> None:
-        rows = self.requests.pop(request_id, None)
-        if rows is not None:
-            self._release(rows, FinishReason.ABORT)
-        self.arrivals.close(request_id)  # also of a request that was refused: its text may be on the way
-        self.handoffs.close(request_id)
+        if self._drop(request_id):
+            self.counts.aborted += 1
 
     def poll_inputs(self) -> None:
         for arrival in self.arrivals.receive():
@@ -163,7 +163,7 @@ class TalkerStage:
         self.engine.step(self._draw_frames)
 
     def stats(self) -> StageStats:
-        return engine_stats(self.kind, self.engine, self.frames)
+        return engine_stats(self.kind, self.engine)
 
     def close(self) -> None:
         for request_id in list(self.requests):
@@ -177,6 +177,7 @@ class TalkerStage:
             states = from_array(hidden).to(self.device, self.model.text_table.dtype)
             rows.add_media(self.model.project_hidden(states))
             self.scheduler.arrived(rows.engine, rows.num_known_rows)
+            self.engine.ready(rows.engine)
         if token_ids is not None:
             rows.hear(token_ids.tolist(), final=handoff.final)
 
@@ -252,7 +253,7 @@ class TalkerStage:
         if frame[0] == self.model.talker_config.codec_eos_token_id:
             self._finish(speech, FinishReason.STOP)
             return
-        self.frames += 1
+        self.counts.tokens += 1
         speech.add_frame(frame, self.model.code_rows(frame))
         codes = np.asarray([frame], dtype=np.int32)
         limited = speech.num_frames >= speech.max_frames or self._runs_away(speech)
@@ -289,13 +290,27 @@ class TalkerStage:
         request_id = speech.engine.request_id
         del self.requests[request_id]
         self._release(speech, reason)
+        self.engine.finished(speech.engine)
         nothing = np.zeros((0, self.model.num_code_groups), dtype=np.int32)
         self.handoffs.push(request_id, {"codes": nothing}, final=True)
         self.outbox.send(SpeechOutput(request_id=request_id, num_frames=speech.num_frames, finish_reason=reason.value))
 
     def _fail(self, request_id: str, message: str) -> None:
-        self.abort(request_id)
+        self._drop(request_id)
+        self._tell_failure(request_id, message)
+
+    def _tell_failure(self, request_id: str, message: str) -> None:
+        self.counts.failed += 1
         self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+
+    def _drop(self, request_id: str) -> bool:
+        """Free everything of the request. Whether it was here."""
+        rows = self.requests.pop(request_id, None)
+        if rows is not None:
+            self._release(rows, FinishReason.ABORT)
+        self.arrivals.close(request_id)  # also of a request that was refused: its text may be on the way
+        self.handoffs.close(request_id)
+        return rows is not None
 
     def _release(self, speech: SpeechRows, reason: FinishReason) -> None:
         if speech.admitted:

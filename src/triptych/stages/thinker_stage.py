@@ -46,6 +46,7 @@ from triptych.stages.loading import (
     stage_dtype,
 )
 from triptych.stages.prompt_media import MediaLayers, PromptMedia
+from triptych.telemetry.stage_counts import StageCounts
 
 
 @dataclass(slots=True)
@@ -86,6 +87,12 @@ class ThinkerStage:
         self.outbox, self.handoffs, self.batch_invariant = outbox, handoffs, batch_invariant
         self.device, self.cache = setup.device, setup.cache
         self.media = PromptMedia(line=line, scheduler=setup.scheduler, config=config) if line is not None else None
+        self.counts = StageCounts()
+        if handoffs is not None:
+            self.counts.transfers["talker"] = handoffs.transfers
+        self.line = line
+        if line is not None:
+            self.counts.encoder_step_time_s = line.step_time_s
         runner = ModelRunner(
             model=model,
             embed=self._embed,
@@ -94,12 +101,11 @@ class ThinkerStage:
             batch_invariant=batch_invariant,
             between=self._between,
         )
-        self.engine = Engine(setup.scheduler, runner)
+        self.engine = Engine(setup.scheduler, runner, self.counts)
         self.sampler = Sampler(
             num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device
         )
         self.requests: dict[str, _TextRequest] = {}
-        self.tokens = 0
 
     @classmethod
     def load(cls, context: StageContext) -> Self:
@@ -148,13 +154,14 @@ class ThinkerStage:
             if message.speak and self.handoffs is None:
                 raise TriptychError("speech was asked for, but this deployment has no Talker")
             self.scheduler.add(request)
+            self.engine.ready(request)
             if message.media:
                 if self.media is None:
                     raise TriptychError("this checkpoint has no encoders for media")
                 self.media.open(request, message.media)
         except TriptychError as error:
             self.scheduler.finish(request, FinishReason.ABORT)
-            self.outbox.send(Failed(request_id=message.request_id, stage=self.kind, message=str(error)))
+            self._tell_failure(message.request_id, str(error))
             return
         ignored: frozenset[int] = frozenset() if not message.params.ignore_eos else self.eos_token_ids
         self.requests[message.request_id] = _TextRequest(
@@ -175,11 +182,8 @@ class ThinkerStage:
         """The Thinker sends no audio."""
 
     def abort(self, request_id: str) -> None:
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            self._release(request, FinishReason.ABORT)
-        if self.handoffs is not None:
-            self.handoffs.close(request_id)
+        if self._drop(request_id):
+            self.counts.aborted += 1
 
     def poll_inputs(self) -> None:
         if self.handoffs is not None:
@@ -205,7 +209,9 @@ class ThinkerStage:
                 self._hand_over_hidden(request)
 
     def stats(self) -> StageStats:
-        return engine_stats(self.kind, self.engine, self.tokens)
+        if self.line is not None:
+            self.counts.encoder_queries, self.counts.encoder_hits = self.line.num_queries, self.line.num_hits
+        return engine_stats(self.kind, self.engine)
 
     def close(self) -> None:
         for request_id in list(self.requests):
@@ -261,7 +267,7 @@ class ThinkerStage:
         """One new token of one request: its text, its end, its way to the Talker."""
         engine = request.engine
         self.scheduler.sampled(engine)
-        self.tokens += 1
+        self.counts.tokens += 1
         request.silent_tokens += 1
         reason: FinishReason | None = None
         if token in request.stop_ids:
@@ -297,6 +303,7 @@ class ThinkerStage:
         if reason is not None:
             del self.requests[engine.request_id]
             self._release(request, reason)
+            self.engine.finished(engine)
 
     def _hand_over(self, request_id: str, token_ids: list[int], *, final: bool) -> None:
         assert self.handoffs is not None
@@ -321,8 +328,21 @@ class ThinkerStage:
 
     def _fail(self, request: _TextRequest, message: str) -> None:
         request_id = request.engine.request_id
-        self.abort(request_id)
+        self._drop(request_id)
+        self._tell_failure(request_id, message)
+
+    def _tell_failure(self, request_id: str, message: str) -> None:
+        self.counts.failed += 1
         self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+
+    def _drop(self, request_id: str) -> bool:
+        """Free everything of the request. Whether it was here."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._release(request, FinishReason.ABORT)
+        if self.handoffs is not None:
+            self.handoffs.close(request_id)
+        return request is not None
 
     def _release(self, request: _TextRequest, reason: FinishReason) -> None:
         if request.admitted:
