@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from training import evaluate_codec, export, train_codec, train_senses, train_talker, train_thinker
+from training import evaluate_codec, export, train_codec, train_eyes, train_senses, train_talker, train_thinker
 from training.speech import speech_store
 
-STAGES = ("speech", "codec", "thinker", "senses", "talker", "export")
-CODEC_STEPS, THINKER_STEPS, SENSES_STEPS, TALKER_STEPS = 6000, 8000, 8000, 15_000
+STAGES = ("speech", "codec", "thinker", "eyes", "senses", "talker", "export")
+CODEC_STEPS, THINKER_STEPS, EYES_STEPS, SENSES_STEPS, TALKER_STEPS = 6000, 6000, 6000, 6000, 12_000
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--codec-steps", type=int, default=CODEC_STEPS)
     parser.add_argument("--thinker-steps", type=int, default=THINKER_STEPS)
+    parser.add_argument("--eyes-steps", type=int, default=EYES_STEPS)
     parser.add_argument("--senses-steps", type=int, default=SENSES_STEPS)
     parser.add_argument("--talker-steps", type=int, default=TALKER_STEPS)
     arguments = parser.parse_args()
@@ -38,6 +39,7 @@ def main() -> None:
         "speech": lambda: [speech_store(work, split) for split in ("train", "held_out")],
         "codec": codec,
         "thinker": lambda: train_thinker.train(work, arguments.thinker_steps),
+        "eyes": lambda: train_eyes.train(work, arguments.eyes_steps),
         "senses": lambda: train_senses.train(work, arguments.senses_steps),
         "talker": lambda: train_talker.train(work, arguments.talker_steps),
         "export": lambda: export.export(work, arguments.out or work / "checkpoint"),

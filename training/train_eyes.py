@@ -25,7 +25,7 @@ from training.media import MediaSample, picture_sample
 from training.naming import Names
 from training.parts import text_embedding, widen
 from training.pictures import patches
-from training.schedule import cosine, step_generator
+from training.schedule import cosine, half_precision, step_generator
 from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 
@@ -84,8 +84,9 @@ class Seen:
 
     def rows_of(self, eyes: Any) -> tuple[Tensor, ...]:
         """The encoder's rows [rows, hidden] of each."""
-        rows: Tensor = eyes(self.pixels, grid_thw=self.grids).pooler_output
-        return rows.split(self.rows)
+        with half_precision():
+            rows: Tensor = eyes(self.pixels, grid_thw=self.grids).pooler_output
+        return rows.float().split(self.rows)
 
 
 @torch.no_grad()
