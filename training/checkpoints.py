@@ -32,3 +32,14 @@ def seed_step(seed: int, step: int) -> None:
     """Make torch's and Python's global generators a function of the step: a resumed run draws what the first would."""
     torch.manual_seed(seed * 1_000_003 + step)
     random.seed(seed * 1_000_003 + step)
+
+
+def resume(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load what was saved; the step to go on from, or 0. A restored state has no part of the optimizer."""
+    state = load_state(path)
+    if state is None:
+        return 0
+    model.load_state_dict(state["model"])
+    if "optimizer" in state:
+        optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])

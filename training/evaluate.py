@@ -147,7 +147,7 @@ def digits(count: int) -> list[Asked]:
 @asynccontextmanager
 async def served(model: str, log: Path) -> AsyncIterator[str]:
     """A server of a model on a free port; its URL. Raises RuntimeError when it does not start."""
-    command = [sys.executable, "-m", "triptych", "serve", model, "--deploy-config", "tiny_cpu"]
+    command = [sys.executable, "-m", "triptych", "serve", model]
     command += ["--served-model-name", "tiny", "--port", "0"]
     with log.open("wb") as file:
         process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=subprocess.PIPE)

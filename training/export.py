@@ -81,7 +81,7 @@ def export(work: Path, folder: Path) -> None:
     staging.mkdir(parents=True)
     _write_json(staging / "config.json", raw)
     _write_json(staging / "generation_config.json", _generation(tokenizer))
-    _write_json(staging / MARKER, {"trained": "training/, see docs/training.md"})
+    _write_json(staging / MARKER, {"profile": "tiny_voice_cpu"})
     write_tokenizer(tokenizer, staging)
     _write_json(staging / "preprocessor_config.json", preprocessor_config())
     shutil.copyfile(Path(__file__).parent / "model_card.md", staging / "README.md")

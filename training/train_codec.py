@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.checkpoints import load_state, save_state, seed_step
+from training.checkpoints import resume, save_state, seed_step
 from training.codec import CONTEXT, Codec
 from training.log import TrainingLog
 from training.schedule import cosine, half_precision, step_generator
@@ -60,11 +60,7 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
     codec = Codec().train()
     parameters = [parameter for parameter in codec.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.8, 0.99), weight_decay=1e-4)
-    step = 0
-    if state := load_state(folder / "state.pt"):
-        codec.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = int(state["step"])
+    step = resume(folder / "state.pt", codec, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     upsample = torch.compile(codec.upsample) if compiled else codec.upsample
     print(

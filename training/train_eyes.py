@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
-from training.checkpoints import load_state, save_state, seed_step
+from training.checkpoints import resume, save_state, seed_step
 from training.domain import COLOURS, DIRECTIONS, ONES, SHAPES, TENS, Split
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample
@@ -108,11 +108,7 @@ def train(work: Path, steps: int) -> None:
     eyes = build_eyes(tiny_config(tokenizer)).train()
     parameters = list(eyes.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    step = 0
-    if state := load_state(folder / "state.pt"):
-        eyes.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = int(state["step"])
+    step = resume(folder / "state.pt", eyes, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()

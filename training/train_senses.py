@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from training.checkpoints import load_state, save_state, seed_step
+from training.checkpoints import load_state, resume, save_state, seed_step
 from training.log import TrainingLog
 from training.naming import Names
 from training.parts import widen
@@ -116,16 +116,11 @@ def answer_losses(thinker: Any, batch: SenseBatch) -> Tensor:
     return each.view_as(batch.labels).sum(1) / (batch.labels != IGNORED).sum(1)
 
 
-def first_thinker(work: Path, raw: dict[str, Any], begin: Path | None) -> Any:
-    """The Thinker to begin with: that of an exported checkpoint, or the text decoder and the eyes trained under `work`.
+def first_thinker(work: Path, raw: dict[str, Any]) -> Any:
+    """The Thinker to begin with: the text decoder and the eyes trained under `work`.
 
     Raises FileNotFoundError where the text decoder is not trained.
     """
-    if begin is not None:
-        thinker = build_thinker(raw)
-        whole = Qwen3OmniMoeForConditionalGeneration.from_pretrained(begin, dtype=torch.float32)
-        thinker.load_state_dict(whole.thinker.state_dict())
-        return thinker
     text = load_state(work / "thinker" / "state.pt")
     if text is None:
         raise FileNotFoundError(f"{work / 'thinker' / 'state.pt'} does not exist; train the thinker first")
@@ -136,7 +131,7 @@ def first_thinker(work: Path, raw: dict[str, Any], begin: Path | None) -> Any:
     return thinker
 
 
-def train(work: Path, steps: int, begin: Path | None = None) -> None:
+def train(work: Path, steps: int) -> None:
     """Train to step `steps`, from the last saved step on; the first one starts from `first_thinker`."""
     folder = work / "senses"
     tokenizer = build_tokenizer()
@@ -145,15 +140,12 @@ def train(work: Path, steps: int, begin: Path | None = None) -> None:
     held_out = SenseExamples(tokenizer, question_store(work, "held_out"), "held_out")
     pad = token_id(tokenizer, "<|endoftext|>")
     torch.manual_seed(SEED)
-    thinker = first_thinker(work, raw, begin).train()
+    begun = (folder / "state.pt").exists()
+    thinker = (build_thinker(raw) if begun else first_thinker(work, raw)).train()
     parameters = [parameter for parameter in thinker.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
     names = picture_names(tokenizer)
-    step = 0
-    if state := load_state(folder / "state.pt"):
-        thinker.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = int(state["step"])
+    step = resume(folder / "state.pt", thinker, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()
@@ -198,10 +190,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--begin", type=Path, help="an exported checkpoint whose Thinker is to go on learning")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train(arguments.work, arguments.steps, arguments.begin)
+    train(arguments.work, arguments.steps)
 
 
 if __name__ == "__main__":

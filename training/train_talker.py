@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from training.checkpoints import load_state, save_state, seed_step
+from training.checkpoints import resume, save_state, seed_step
 from training.code_bank import CodeBank, build_bank
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
@@ -190,11 +190,7 @@ def train(work: Path, steps: int) -> None:
     trainee = TalkerTrainee(raw).train()
     parameters = list(trainee.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.02)
-    step = 0
-    if state := load_state(folder / "state.pt"):
-        trainee.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = int(state["step"])
+    step = resume(folder / "state.pt", trainee, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.checkpoints import load_state, save_state, seed_step
+from training.checkpoints import resume, save_state, seed_step
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import TextThinker
@@ -103,11 +103,7 @@ def train(work: Path, steps: int) -> None:
     model = TextThinker(tiny_config(tokenizer)).train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    step = 0
-    if state := load_state(folder / "state.pt"):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = int(state["step"])
+    step = resume(folder / "state.pt", model, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,8 +90,10 @@ def make_loader(plan: LaunchPlan) -> Loader:
 
 def _profile(model_dir: Path, platform: Platform) -> str:
     served = family(model_dir)
-    small = (model_dir / MARKER).exists()
-    return SMALL_PROFILE if small else served.profile(platform, num_cuda_devices())
+    marker = model_dir / MARKER
+    if not marker.exists():
+        return served.profile(platform, num_cuda_devices())
+    return str(json.loads(marker.read_text(encoding="utf-8")).get("profile", SMALL_PROFILE))
 
 
 def _contexts(config: OmniConfig) -> dict[StageKind, int]:
