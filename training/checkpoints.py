@@ -34,6 +34,11 @@ def seed_step(seed: int, step: int) -> None:
     random.seed(seed * 1_000_003 + step)
 
 
+def save_step(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save what `resume` takes up."""
+    save_state(path, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
 def resume(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load what was saved; the step to go on from, or 0. A restored state has no part of the optimizer."""
     state = load_state(path)

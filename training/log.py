@@ -1,4 +1,7 @@
-"""A training log: means of every value, one JSON line each so many steps, in a file and on the terminal."""
+"""A training log: means of every value, one JSON line each so many steps, in a file and on the terminal.
+
+What was measured on held-out data has a file of its own beside it.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,17 @@ class TrainingLog:
         self._count += 1
         if step % self.every:
             return
-        means = {name: round(total / self._count, 5) for name, total in self._sums.items()}
-        line = json.dumps({"step": step, **means})
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-        print(line, flush=True)
+        means: dict[str, object] = {name: round(total / self._count, 5) for name, total in self._sums.items()}
+        _append(self.path, {"step": step, **means})
         self._sums, self._count = {}, 0
+
+    def evaluated(self, step: int, **values: object) -> None:
+        """What an evaluation has found, in `evaluation.jsonl`."""
+        _append(self.path.with_name("evaluation.jsonl"), {"step": step, **values})
+
+
+def _append(path: Path, values: dict[str, object]) -> None:
+    line = json.dumps(values)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(line, flush=True)

@@ -20,6 +20,12 @@ def cosine(step: int, steps: int, peak: float, *, warm_up: int = 50, final_share
     return peak * min(1.0, (step + 1) / warm_up) * fall
 
 
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Let the next step of all parameters be of this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
 def half_precision() -> torch.autocast:
     """bfloat16 products, where the machine has them: weights, sums of losses and the optimizer stay float32."""
     return torch.autocast("cpu", torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from training.checkpoints import resume, save_state, seed_step
+from training.checkpoints import resume, save_step, seed_step
 from training.codec import CONTEXT, Codec
 from training.log import TrainingLog
-from training.schedule import cosine, half_precision, step_generator
+from training.schedule import cosine, half_precision, set_rate, step_generator
 from training.spectra import log_mel, spectral_loss
 from training.speech import speech_store
 from training.speech_store import SpeechStore
@@ -71,8 +71,7 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
         started = time.monotonic()
         seed_step(SEED, step)
         rate = cosine(step, steps, PEAK_RATE)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(optimizer, rate)
         mel, waveform = crops.batch(step)
         with half_precision():
             latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT].float()
@@ -100,9 +99,7 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
             seconds=time.monotonic() - started,
         )
         if step % 100 == 0 or step == steps:
-            save_state(
-                folder / "state.pt", {"step": step, "model": codec.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            save_step(folder / "state.pt", step, codec, optimizer)
 
 
 def main() -> None:

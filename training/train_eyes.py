@@ -5,8 +5,6 @@ Without the text decoder behind it, a step sees several times as many pictures i
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from pathlib import Path
@@ -18,14 +16,15 @@ from torch import Tensor
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
-from training.checkpoints import resume, save_state, seed_step
+from training.checkpoints import resume, save_step, seed_step
+from training.command import run_trainer
 from training.domain import COLOURS, DIRECTIONS, ONES, SHAPES, TENS, Split
 from training.log import TrainingLog
 from training.media import MediaSample, picture_sample
 from training.naming import Names
 from training.parts import text_embedding, widen
 from training.pictures import patches
-from training.schedule import cosine, half_precision, step_generator
+from training.schedule import cosine, half_precision, set_rate, step_generator
 from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 
@@ -113,8 +112,7 @@ def train(work: Path, steps: int) -> None:
     while step < steps:
         started = time.monotonic()
         seed_step(SEED, step)
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(step, steps, PEAK_RATE, warm_up=50)
+        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=50))
         rng = random.Random(int(step_generator(SEED, step).integers(2**62)))
         batch = Seen(draw_pictures(rng, "train", PICTURES, VIDEOS), tokenizer)
         drawn = time.monotonic()
@@ -127,24 +125,10 @@ def train(work: Path, steps: int) -> None:
         ended = time.monotonic()
         log.add(step, loss=loss.item(), gradient=norm.item(), drawing=drawn - started, seconds=ended - started)
         if step % 100 == 0 or step == steps:
-            save_state(
-                folder / "state.pt", {"step": step, "model": eyes.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            save_step(folder / "state.pt", step, eyes, optimizer)
         if step % 500 == 0 or step == steps:
-            report = {"step": step, **evaluate(eyes, names, tokenizer)}
-            with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report) + "\n")
-            print(json.dumps(report), flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=1000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    train(arguments.work, arguments.steps)
+            log.evaluated(step, **evaluate(eyes, names, tokenizer))
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(__doc__, train, steps=1_000)

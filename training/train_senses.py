@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -17,11 +15,12 @@ from torch import Tensor
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from training.checkpoints import load_state, resume, save_state, seed_step
+from training.checkpoints import load_state, resume, save_step, seed_step
+from training.command import run_trainer
 from training.log import TrainingLog
 from training.naming import Names
 from training.parts import widen
-from training.schedule import cosine, step_generator
+from training.schedule import cosine, set_rate, step_generator
 from training.senses import IGNORED, SenseBatch, SenseExamples, Turn, question_store
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
@@ -151,8 +150,7 @@ def train(work: Path, steps: int) -> None:
         started = time.monotonic()
         seed_step(SEED, step)
         rng = random.Random(int(step_generator(SEED, step).integers(2**62)))
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(step, steps, PEAK_RATE, warm_up=200)
+        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=200))
         turns = [examples.written(rng) for _ in range(WRITTEN)]
         turns += [examples.spoken(rng) for _ in range(SPOKEN)]
         turns += [examples.seen(rng) for _ in range(SEEN)]
@@ -176,24 +174,10 @@ def train(work: Path, steps: int) -> None:
             seconds=time.monotonic() - started,
         )
         if step % 200 == 0 or step == steps:
-            save_state(
-                folder / "state.pt", {"step": step, "model": thinker.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            save_step(folder / "state.pt", step, thinker, optimizer)
         if step % 1000 == 0 or step == steps:
-            report = {"step": step, "exact": evaluate(thinker, held_out, pad, 100)}
-            with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report) + "\n")
-            print(json.dumps(report), flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    train(arguments.work, arguments.steps)
+            log.evaluated(step, exact=evaluate(thinker, held_out, pad, 100))
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(__doc__, train, steps=6_000)

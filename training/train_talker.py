@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -16,13 +14,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from training.checkpoints import resume, save_state, seed_step
+from training.checkpoints import resume, save_step, seed_step
 from training.code_bank import CodeBank, build_bank
+from training.command import run_trainer
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import build_talker, text_embedding
 from training.rows import NO_CODE, SpeechExample, chat, speech_example
-from training.schedule import cosine, pooled_batch
+from training.schedule import cosine, pooled_batch, set_rate
 from training.tiny_config import SPEAKERS, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
@@ -195,8 +194,7 @@ def train(work: Path, steps: int) -> None:
     while step < steps:
         started = time.monotonic()
         seed_step(SEED, step)
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(step, steps, PEAK_RATE, warm_up=200)
+        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=200))
         batch = Batch(pooled_batch(step, SEED, BATCH, examples.draw, lambda row: len(row.text_ids)), trainee.end, pad)
         batch.spoil(codebook)
         values = trainee(batch, PREDICTED_FRAMES)
@@ -208,24 +206,10 @@ def train(work: Path, steps: int) -> None:
         means = {name: value.item() for name, value in values.items()}
         log.add(step, **means, gradient=norm.item(), seconds=time.monotonic() - started)
         if step % 200 == 0 or step == steps:
-            save_state(
-                folder / "state.pt", {"step": step, "model": trainee.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            save_step(folder / "state.pt", step, trainee, optimizer)
         if step % 1000 == 0 or step == steps:
-            report = {"step": step, **evaluate(trainee, held_out, pad)}
-            with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report) + "\n")
-            print(json.dumps(report), flush=True)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12_000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    train(arguments.work, arguments.steps)
+            log.evaluated(step, **evaluate(trainee, held_out, pad))
 
 
 if __name__ == "__main__":
-    main()
+    run_trainer(__doc__, train, steps=12_000)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import time
 from pathlib import Path
@@ -14,12 +12,13 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.checkpoints import resume, save_state, seed_step
+from training.checkpoints import resume, save_step, seed_step
+from training.command import run_trainer
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import TextThinker
 from training.rows import chat
-from training.schedule import cosine, pooled_batch
+from training.schedule import cosine, pooled_batch, set_rate
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
@@ -108,8 +107,7 @@ def train(work: Path, steps: int) -> None:
     while step < steps:
         started = time.monotonic()
         seed_step(SEED, step)
-        for group in optimizer.param_groups:
-            group["lr"] = cosine(step, steps, PEAK_RATE, warm_up=100)
+        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=100))
         ids, labels = examples.batch(step)
         loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=_IGNORED)
         optimizer.zero_grad()
@@ -119,26 +117,12 @@ def train(work: Path, steps: int) -> None:
         step += 1
         log.add(step, loss=loss.item(), gradient=norm.item(), seconds=time.monotonic() - started)
         if step % 200 == 0 or step == steps:
-            save_state(
-                folder / "state.pt", {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            )
+            save_step(folder / "state.pt", step, model, optimizer)
         if step % 1000 == 0 or step == steps:
             model.eval()
-            report = {"step": step, "exact": evaluate(model, examples, 300)}
-            with (folder / "evaluation.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(report) + "\n")
-            print(json.dumps(report), flush=True)
+            log.evaluated(step, exact=evaluate(model, examples, 300))
             model.train()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    train(arguments.work, arguments.steps)
-
-
 if __name__ == "__main__":
-    main()
+    run_trainer(__doc__, train, steps=6_000)
