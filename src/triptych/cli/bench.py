@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from triptych.cli import bench_ladder, bench_peers, bench_suite
-from triptych.cli.bench_options import extra_fields
+from triptych.cli.bench_options import RequestTimeout, ResultPath, extra_fields
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
 
@@ -78,12 +78,12 @@ def serve(
     extra_body: Annotated[
         str | None, typer.Option(help="More fields of each request, JSON; null takes one out: '{\"seed\": 7}'.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
+    timeout: RequestTimeout = 600.0,
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="A target: ttft, tpot, e2el, ttfp, underrun in ms, or rtf; ttft:300. May be given again."),
     ] = None,
-    result_json: Annotated[Path | None, typer.Option(help="Write all numbers here.", dir_okay=False)] = None,
+    result_json: ResultPath = None,
     save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Every request's numbers as well.")] = False,
     fail_on_error: Annotated[bool, typer.Option("--fail-on-error", help="Status 1 if any request failed.")] = False,
 ) -> None:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from triptych.cli.bench_options import command_line, extra_fields, serve_arguments
+from triptych.cli.bench_options import (
+    RecordPath,
+    RequestTimeout,
+    ResultPath,
+    StartTimeout,
+    command_line,
+    extra_fields,
+    serve_arguments,
+)
 from triptych.cli.options import DeployConfigPath, Model, PlatformOption, StageOverrides, stoppable
 from triptych.errors import ConfigError
 
@@ -36,13 +44,13 @@ def command(
     extra_body: Annotated[
         str | None, typer.Option(help="More fields of each request, JSON; null takes one out: '{\"temperature\": 1}'.")
     ] = None,
-    record: Annotated[Path | None, typer.Option(help="Write a record in Markdown here.", dir_okay=False)] = None,
-    result_json: Annotated[Path | None, typer.Option(help="Write all numbers here.", dir_okay=False)] = None,
+    record: RecordPath = None,
+    result_json: ResultPath = None,
     charts: Annotated[
         Path | None, typer.Option(help="Write PNG charts into this folder; needs triptych[charts].", metavar="DIR")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a server may take to be ready.")] = 900.0,
+    timeout: RequestTimeout = 600.0,
+    start_timeout: StartTimeout = 900.0,
 ) -> None:
     """Serve MODEL again and again, each time with one mechanism more, and measure speech under the same load."""
     from triptych.bench import ladder, machine, report

@@ -1,13 +1,21 @@
-"""What the benchmark commands make of options that they share."""
+"""Options that the benchmark commands share, and what they make of them."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from triptych.cli.options import PlatformName
 from triptych.errors import ConfigError
+
+RecordPath = Annotated[Path | None, typer.Option(help="Write a record in Markdown here.", dir_okay=False)]
+ResultPath = Annotated[Path | None, typer.Option(help="Write all numbers here.", dir_okay=False)]
+RequestTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")]
+StartTimeout = Annotated[float, typer.Option(min=1, help="Seconds that a server may take to be ready.")]
 
 
 def extra_fields(written: str | None) -> dict[str, Any]:

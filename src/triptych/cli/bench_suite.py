@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from triptych.cli.bench_options import RequestTimeout, ResultPath, StartTimeout
 from triptych.cli.options import stoppable
 from triptych.errors import TriptychError
 
@@ -31,9 +32,9 @@ def command(
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Write what is measured into FILE instead of comparing with it.")
     ] = False,
-    result_json: Annotated[Path | None, typer.Option(help="Write all numbers here.", dir_okay=False)] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
-    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds that a server may take to be ready.")] = 900.0,
+    result_json: ResultPath = None,
+    timeout: RequestTimeout = 600.0,
+    start_timeout: StartTimeout = 900.0,
 ) -> None:
     """Run every test of a perf suite and compare it with the baseline of this hardware.
 
