@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -88,18 +89,31 @@ def test_the_order_of_service_changes_no_byte(nano: Path) -> None:
 
     quiet, bench = Bench(nano), Bench(nano, talker={"max_model_len": 256, "num_kv_blocks": 24})
     bench.talker.engine.clock = bench.codec._clock = jump
-    for index, prompt in enumerate(prompts(bench, 6)):
+    for index, prompt in enumerate(prompts(bench, 5)[1:]):
         text, speech = params(index)
-        speech = msgspec.structs.replace(speech, ignore_eos=True, max_tokens=50 + index)
+        speech = msgspec.structs.replace(speech, ignore_eos=True, max_tokens=40 + index)
         quiet.submit(f"r-{index}", prompt, thinker=text, talker=speech)
         quiet.run()
         bench.submit(f"r-{index}", prompt, thinker=text, talker=speech)
     bench.run()
-    for index in range(6):
+    for index in range(4):
         assert_same(bench.replies[f"r-{index}"], quiet.replies[f"r-{index}"])
     assert bench.talker.scheduler.num_preemptions > 0
     assert not bench.talker.playouts
-    check_counts(bench, 6)
+    check_counts(bench, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_slack"), [({}, True), ({"scheduling_policy": "fcfs"}, False), ({"async_chunk": False}, False)]
+)
+def test_the_talker_keeps_clocks_where_listeners_can_run_dry(
+    nano: Path, changes: dict[str, Any], by_slack: bool
+) -> None:
+    bench = Bench(nano, **changes)
+    bench.submit("a", bench.prompt(40, 41), talker=SAMPLED)
+    assert list(bench.talker.playouts) == (["a"] if by_slack else [])
+    bench.talker.abort("a")
+    assert not bench.talker.playouts
 
 
 def check_counts(bench: Bench, num_requests: int) -> None:
