@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -56,6 +59,7 @@ def reference(nano: Path) -> dict[int, Reply]:
         pytest.param({"num_kv_blocks": 66, "max_num_seqs": 12}, id="preempted"),
         pytest.param({"async_chunk": False}, id="barrier"),
         pytest.param({"window": 1}, id="back-pressure"),
+        pytest.param({"scheduling_policy": "fcfs", "max_num_seqs": 3}, id="first-come"),
     ],
 )
 def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: dict[str, int]) -> None:
@@ -71,6 +75,45 @@ def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: di
     for stage_ in (bench.thinker, bench.talker):
         assert stage_.scheduler.pool.num_used == 0
     check_counts(bench, 12)
+
+
+def test_the_order_of_service_changes_no_byte(nano: Path) -> None:
+    """By clocks that jump: listeners seem to run dry, prompts are held back, and blocks are taken from anyone."""
+    dice = random.Random(0)
+    now = 0.0
+
+    def jump() -> float:
+        nonlocal now
+        now += dice.choice([0.0, 0.001, 0.05, 0.4])
+        return now
+
+    quiet, bench = Bench(nano), Bench(nano, talker={"max_model_len": 256, "num_kv_blocks": 24})
+    bench.talker.engine.clock = bench.codec._clock = jump
+    for index, prompt in enumerate(prompts(bench, 5)[1:]):
+        text, speech = params(index)
+        speech = msgspec.structs.replace(speech, ignore_eos=True, max_tokens=40 + index)
+        quiet.submit(f"r-{index}", prompt, thinker=text, talker=speech)
+        quiet.run()
+        bench.submit(f"r-{index}", prompt, thinker=text, talker=speech)
+    bench.run()
+    for index in range(4):
+        assert_same(bench.replies[f"r-{index}"], quiet.replies[f"r-{index}"])
+    assert bench.talker.scheduler.num_preemptions > 0
+    assert not bench.talker.playouts
+    check_counts(bench, 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_slack"), [({}, True), ({"scheduling_policy": "fcfs"}, False), ({"async_chunk": False}, False)]
+)
+def test_the_talker_keeps_clocks_where_listeners_can_run_dry(
+    nano: Path, changes: dict[str, Any], by_slack: bool
+) -> None:
+    bench = Bench(nano, **changes)
+    bench.submit("a", bench.prompt(40, 41), talker=SAMPLED)
+    assert list(bench.talker.playouts) == (["a"] if by_slack else [])
+    bench.talker.abort("a")
+    assert not bench.talker.playouts
 
 
 def check_counts(bench: Bench, num_requests: int) -> None:

@@ -285,6 +285,8 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
         (0, {"stage_id": 4}, "stage_overrides.0.stage_id", "cannot change"),
         (2, {"block_size": 8}, "stages[2].block_size", "code2wav has no use for it, only thinker and talker"),
         (0, {"extra_frames": 8}, "stages[0].extra_frames", "thinker has no use for it, only talker"),
+        (0, {"scheduling_policy": "fcfs"}, "stages[0].scheduling_policy", "only talker and code2wav"),
+        (1, {"scheduling_policy": "edf"}, "stage_overrides.1.scheduling_policy", "'edf' is not one of 'slack', 'fcfs'"),
         (7, {}, "stage_overrides.7", "stage ids: 0, 1, 2"),
     ],
 )

@@ -33,7 +33,10 @@ ALLOWED: dict[str, set[str]] = {
     "bench": FOUNDATION,
     "cli": {"bench", "server", "pipeline", "stages", "media", *BELOW_STAGES},
 }
-POLICY = ["engine/request.py", "engine/block_pool.py", "engine/scheduler.py"]
+POLICY = [
+    *("engine/request.py", "engine/block_pool.py", "engine/scheduler.py", "engine/step_cost.py"),
+    *("stages/cadence.py", "stages/playout_clock.py"),
+]
 SERVER_SIDE = ["server", "pipeline", "cli", "bench", "connectors", "config", "telemetry"]
 
 

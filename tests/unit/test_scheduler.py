@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
 
@@ -566,6 +567,147 @@ def test_an_idle_request_keeps_its_blocks_from_one_that_waits() -> None:
     assert step(engine) == [("idle", 12, 13, True)]
 
 
+# -- who is due first --------------------------------------------------------------------------------------------------
+
+
+def decoding(engine: Scheduler, *due: tuple[str, float]) -> list[EngineRequest]:
+    """Requests of those names that decode, due at those times."""
+    requests = [text(name, 1) for name, _ in due]
+    for request, (_, due_at) in zip(requests, due, strict=True):
+        request.due_at = due_at
+        engine.add(request)
+    step(engine)
+    return requests
+
+
+def lengths(batch: ScheduledBatch | None) -> dict[str, int]:
+    assert batch is not None
+    return {row.request.request_id: row.num_tokens for row in batch.rows}
+
+
+def test_a_prefill_takes_only_what_the_decode_that_is_due_first_can_spare() -> None:
+    engine = scheduler(prefill_alignment=4)
+    decoding(engine, ("a", 8.0), ("b", 7.0))
+    new = text("new", 30)
+    new.due_at = 9.0
+    engine.add(new)
+    asked: list[float] = []
+
+    def spare(due_at: float) -> int:
+        asked.append(due_at)
+        return [0, 3, 11, 1000][len(asked) - 1]
+
+    taken = []
+    for _ in range(4):
+        batch = engine.schedule(spare)
+        assert batch is not None
+        assert lengths(batch).keys() >= {"a", "b"}
+        taken.append(lengths(batch).get("new", 0))
+        engine.update(batch)
+        for row in batch.rows:
+            if row.samples:
+                engine.sampled(row.request)
+                engine.extend(row.request, 7)
+    assert taken == [0, 0, 8, 22]  # whole pieces of the alignment
+    assert asked == [7.0] * 4
+
+
+@pytest.mark.parametrize("due_at", [6.0, -inf])
+def test_a_prefill_that_is_due_before_every_decode_has_the_whole_budget(due_at: float) -> None:
+    engine = scheduler()
+    decoding(engine, ("a", 7.0), ("b", 8.0))
+    new, later = text("new", 30), text("later", 20)
+    new.due_at, later.due_at = due_at, 9.0
+    engine.add(new)
+    engine.add(later)
+    # What it takes is no longer there to be spared.
+    assert lengths(engine.schedule(lambda due: 35)) == {"a": 1, "b": 1, "new": 30, "later": 5}
+
+
+def test_prefills_that_are_due_later_share_what_is_spared_in_their_order() -> None:
+    engine = scheduler()
+    decoding(engine, ("a", 7.0))
+    late = [text(name, 30) for name in ("x", "y")]
+    for request, due_at in zip(late, (9.0, 8.0), strict=True):
+        request.num_tokens, request.due_at = 2, due_at
+        engine.add(request)
+    step(engine)
+    for request in late:
+        engine.arrived(request, 30)
+    assert lengths(engine.schedule(lambda due: 30)) == {"a": 1, "y": 28, "x": 2}
+
+
+def test_a_stream_that_should_have_started_is_not_held_back_by_one_that_is_being_computed_again() -> None:
+    engine = scheduler()
+    decoding(engine, ("a", 7.0))
+    again, new = text("again", 30), text("new", 10)
+    again.num_tokens, again.due_at, new.due_at = 2, 8.0, -inf
+    engine.add(again)
+    step(engine)
+    engine.arrived(again, 30)
+    engine.add(new)
+    assert lengths(engine.schedule(lambda due: 0)) == {"a": 1, "new": 10}
+
+
+def test_a_stream_that_should_have_started_passes_one_that_was_preempted_and_is_held_back() -> None:
+    engine = scheduler(max_num_seqs=4, max_model_len=16, num_blocks=7)
+    a, again, c = (text(name, 7) for name in ("a", "again", "c"))
+    for request, due_at in ((a, 1.0), (again, 9.0), (c, 2.0)):
+        request.due_at = due_at
+        engine.add(request)
+    while not again.num_preemptions:
+        step(engine)
+    engine.finish(c, FinishReason.STOP)
+    new = text("new", 2)
+    new.due_at = -inf
+    engine.add(new)
+    assert lengths(engine.schedule(lambda due: 0)) == {"a": 1, "new": 2}
+
+
+def test_a_decode_that_should_have_started_holds_no_prefill_back() -> None:
+    engine = scheduler()
+    decoding(engine, ("a", -inf))
+    engine.add(text("new", 30))
+    assert lengths(engine.schedule(lambda due: 0)) == {"a": 1, "new": 30}
+
+
+def test_without_decodes_a_prefill_has_the_whole_budget_whatever_is_spared() -> None:
+    engine = scheduler()
+    engine.add(text("new", 30))
+    assert lengths(engine.schedule(lambda due: 0)) == {"new": 30}
+
+
+@pytest.mark.parametrize("victim", ["a", "b", "c"])
+def test_the_request_that_is_due_last_loses_its_blocks_whoever_came_first(victim: str) -> None:
+    engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=7)
+    requests = {name: text(name, 7) for name in "abc"}
+    for request in requests.values():
+        engine.add(request)
+    step(engine)
+    step(engine)
+    for index, request in enumerate(requests.values()):
+        request.due_at = 9.0 if request.request_id == victim else index
+    batch = engine.schedule()
+    assert batch is not None
+    assert [request.request_id for request in batch.preempted] == [victim]
+    assert lengths(batch).keys() == {"a", "b", "c"} - {victim}
+
+
+def test_of_preempted_requests_the_one_that_is_due_first_comes_back_first() -> None:
+    engine = scheduler(max_num_seqs=3, max_model_len=16, num_blocks=5)
+    a, b, c = text("a", 4), text("b", 4), text("c", 4)
+    for request, due_at in ((a, 1.0), (b, 3.0), (c, 2.0)):
+        request.due_at = due_at
+        engine.add(request)
+    step(engine)
+    while not (b.num_preemptions and c.num_preemptions):
+        step(engine)
+    engine.finish(a, FinishReason.STOP)
+    batch = engine.schedule()
+    assert batch is not None
+    assert batch.rows[0].request is c
+
+
 # -- prefix caching ----------------------------------------------------------------------------------------------------
 
 
@@ -723,11 +865,12 @@ class Client:
 class World:
     """Runs a scheduler against a model of the KV cache in which each cell holds the whole prefix it was made from."""
 
-    def __init__(self, seed: int, config: SchedulerConfig, streams: bool) -> None:
+    def __init__(self, seed: int, config: SchedulerConfig, streams: bool, by_slack: bool) -> None:
         self.random = random.Random(seed)
         self.config = config
         self.scheduler = Scheduler(config)
         self.streams = streams
+        self.by_slack = by_slack
         self.clients: dict[str, Client] = {}
         self.computed: dict[str, int] = {}
         self.cells: dict[int, tuple[int, ...]] = {}
@@ -785,9 +928,13 @@ class World:
         self.num_finished += 1
 
     def step(self) -> bool:
+        if self.by_slack and self.clients:  # what is due when changes all the time
+            client = self.random.choice(list(self.clients.values()))
+            client.request.due_at = self.random.choice([-inf, *range(10)])
         promised = self.scheduler.has_work()
+        spares = self.random.choice([None, 0, 5, 100]) if self.by_slack else None
         before = {name: (c.request.num_computed_tokens, list(c.request.block_ids)) for name, c in self.clients.items()}
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(None if spares is None else lambda due_at: spares)
         assert promised == (batch is not None)
         if batch is None:
             return False
@@ -904,10 +1051,12 @@ class World:
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_parked) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("streams", "by_slack"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize(("alignment", "num_blocks"), [(1, 10), (1, 40), (8, 10), (6, 14)])
-def test_random_operations_keep_every_promise(streams: bool, caching: bool, alignment: int, num_blocks: int) -> None:
+def test_random_operations_keep_every_promise(
+    streams: bool, by_slack: bool, caching: bool, alignment: int, num_blocks: int
+) -> None:
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=alignment + 7,
@@ -919,7 +1068,7 @@ def test_random_operations_keep_every_promise(streams: bool, caching: bool, alig
     )
     num_preemptions = num_hits = 0
     for seed in range(4):
-        world = World(seed, config, streams)
+        world = World(seed, config, streams, by_slack)
         for _ in range(600):
             world.operate()
         world.drain()

@@ -30,6 +30,7 @@ _USED_BY: dict[str, tuple[StageKind, ...]] = {
     "encoder_cache_bytes": ("thinker",),
     "frames_per_text_token": ("talker",),
     "extra_frames": ("talker",),
+    "scheduling_policy": ("talker", "code2wav"),
 }
 _FRACTIONS = ("gpu_memory_utilization",)
 _MOST = 2**31 - 1

@@ -9,6 +9,7 @@ import msgspec
 StageKind = Literal["thinker", "talker", "code2wav"]
 ConnectorKind = Literal["inproc", "shm"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["slack", "fcfs"]
 
 
 class ConnectorExtra(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +88,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     encoder_cache_bytes: int = 268435456  # encoded media kept for the next request that brings the same
     frames_per_text_token: int = 12  # watchdog: frames > this x text tokens + extra_frames end the speech
     extra_frames: int = 50
+    scheduling_policy: SchedulingPolicy = "slack"  # speech: who runs out of audio first, or first come, first served
     input_connectors: dict[str, str] = {}  # {"thinker": "shm"}: source stage -> connector name
     default_sampling_params: dict[str, Any] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.request import EngineRequest
 from triptych.engine.scheduler import Scheduler
+from triptych.engine.step_cost import StepCost
 from triptych.telemetry.stage_counts import StageCounts
 
 # Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the scheduler.
@@ -19,7 +21,11 @@ Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
 
 
 class Engine:
-    """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`."""
+    """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`.
+
+    With a `cost`, which then learns from every step, prefills are cut so that no decode row beside them becomes late by
+    its request's `due_at`. Without one they take the whole token budget.
+    """
 
     def __init__(
         self,
@@ -27,8 +33,9 @@ class Engine:
         runner: ModelRunner,
         counts: StageCounts,
         clock: Callable[[], float] = time.perf_counter,
+        cost: StepCost | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.counts, self.clock = scheduler, runner, counts, clock
+        self.scheduler, self.runner, self.counts, self.clock, self.cost = scheduler, runner, counts, clock, cost
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -37,7 +44,7 @@ class Engine:
     def step(self, draw: Draw) -> ScheduledBatch | None:
         """Run what the scheduler gives out, if anything, and `draw` from what has reached its end. Returns what ran."""
         started = self.clock()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(partial(self.cost.prefill_rows, started) if self.cost is not None else None)
         if batch is None:
             return None
         for request in batch.admitted:
@@ -47,7 +54,10 @@ class Engine:
         self.scheduler.update(batch)
         if hidden is not None:
             draw(sampling, hidden)
-        self.counts.step_time_s.observe(self.clock() - started)
+        seconds = self.clock() - started
+        if self.cost is not None:
+            self.cost.observe(batch, seconds)
+        self.counts.step_time_s.observe(seconds)
         self.counts.batch_size.observe(len(batch.rows))
         self.counts.step_tokens.observe(batch.num_tokens)
         return batch

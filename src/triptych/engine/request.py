@@ -52,6 +52,9 @@ class EngineRequest:
     # r + position_delta. None: row r at r on all three.
     positions: NDArray[np.float32] | None = None
     position_delta: float = 0.0
+    # When a step with its next row has to begin, on the engine's clock; the stage that knows may write it at any time.
+    # Requests are served by it, then by arrival: where all have the same, first come, first served.
+    due_at: float = 0.0
     # Of use to metrics alone: when the request had what it needs to begin, and when its first step began.
     ready_at: float = 0.0
     started_at: float | None = None

@@ -1,4 +1,4 @@
-"""Which rows of which requests run in the next step. Integers only: no tensors, no clock, no I/O.
+"""Which rows of which requests run in the next step. Numbers only: no tensors, no clock, no I/O.
 
     WAITING --admit (slot, blocks)--> RUNNING --finish, abort--> FINISHED
        ^                                 |
@@ -14,9 +14,10 @@ call `sampled(request)`; `extend(request, token_id)` whenever one more row is kn
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import lcm
+from math import inf, lcm
 from operator import attrgetter
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
@@ -26,18 +27,42 @@ from triptych.engine.scheduler_config import SchedulerConfig
 from triptych.errors import ContextLengthError, RequestError
 
 _arrival = attrgetter("arrival")
+_order = attrgetter("due_at", "arrival")
+
+# How many prefill rows may stand beside a decode row that is due at a time.
+Spare = Callable[[float], int]
+
+
+@dataclass(slots=True)
+class _PrefillRoom:
+    """What a step has left for prefill pieces: the token budget, and of it `spare` rows for those that are served after
+    the decode row that is due first."""
+
+    budget: int
+    spare: int
+    first: tuple[float, int] = (inf, 0)  # the place of that decode row
+
+    def of(self, request: EngineRequest) -> int:
+        return min(self.budget, self.spare) if _order(request) > self.first else self.budget
+
+    def take(self, request: EngineRequest, num_rows: int, *, cut: bool) -> None:
+        """A piece that is cut leaves nothing to those that are served under the same limit: none overtakes it."""
+        self.spare = 0 if cut else self.spare - num_rows
+        self.budget = 0 if cut and _order(request) <= self.first else self.budget - num_rows
 
 
 class Scheduler:
-    """First come, first served over a token budget, a block pool and `max_num_seqs` slots.
+    """Who is due first is served first, over a token budget, a block pool and `max_num_seqs` slots.
 
-    Rows are given out in this order: one row to each running request that needs one, prefill pieces of running
-    requests, preempted requests, new requests. A request that lacks rows or their inputs, or is parked, is passed over;
-    one that lacks budget, blocks or a slot is waited for, so nobody is overtaken.
+    `due_at` makes the order, then arrival: first come, first served where nobody sets it. Rows are given out in this
+    order: one row to each running request that needs one, prefill pieces of running requests, preempted requests, new
+    requests by arrival. A request that lacks rows or their inputs, or is parked, is passed over; one that lacks budget,
+    blocks or a slot is waited for, so nobody is overtaken. One that is held back for others to be in time is passed
+    over by those that are due before these.
 
-    Without a free block, the newest running request loses its blocks to the one being scheduled; an older one does only
-    while it is idle. It is computed again, from its first row, once all its known rows fit; until then nobody new is
-    admitted.
+    Without a free block, the running request that is due last loses its blocks to the one being scheduled; one that is
+    due earlier than that does only while it is idle. It is computed again, from its first row, once all its known rows
+    fit; until then nobody new is admitted.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -167,7 +192,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether `schedule` would return a batch now."""
-        # The oldest active request can always run: it may take the blocks of every other one.
+        # The first of the active requests can always run: it may take the blocks of every other one.
         if any(self._end(request, request.num_computed_tokens) for request in self._running):
             return True
         request = next(self._candidates(), None)
@@ -175,29 +200,34 @@ class Scheduler:
             return False
         return self._fits(request, self._hits(request), [request for request in self._running if request.parked])
 
-    def schedule(self) -> ScheduledBatch | None:
-        """The next step's rows, or None when no request can run. Gives out blocks; counts nothing as computed yet."""
+    def schedule(self, spare: Spare | None = None) -> ScheduledBatch | None:
+        """The next step's rows, or None when no request can run. Gives out blocks; counts nothing as computed yet.
+
+        All decode rows go first. With `spare`, prefill pieces of requests that are due later than a decode row share
+        the rows that `spare` has beside it; without decode rows they have the whole budget, as without `spare`. A
+        decode row that is due at -inf spares nothing and holds up nobody.
+        """
         active: list[tuple[EngineRequest, int]] = []
-        num_single = 0
-        for request in self._running:
+        decodes: list[EngineRequest] = []
+        for request in sorted(self._running, key=_order):
             end = self._end(request, request.num_computed_tokens)
             if end:
                 active.append((request, end))
-                num_single += end == request.num_computed_tokens + 1
+                if end == request.num_computed_tokens + 1:
+                    decodes.append(request)
 
         singles: list[ScheduledRow] = []
         pieces: list[ScheduledRow] = []
         preempted: list[EngineRequest] = []
-        # For everything but the single rows. A piece that is cut ends it, or a shorter one behind would overtake.
-        budget = self.config.max_num_batched_tokens - num_single
+        room = self._prefill_room(decodes, spare)
         admits = True
         for request, end in active:
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, for an older one
+                continue  # preempted a moment ago, for one that is due earlier
             start = request.num_computed_tokens
             if end > start + 1:
-                whole, end = end, self._cut(start, end, budget)
-                budget = budget - (end - start) if end == whole else 0
+                whole, end = end, self._cut(start, end, room.of(request))
+                room.take(request, end - start, cut=end < whole)
                 if end == start:
                     continue
             if not self._grow(request, end, preempted):
@@ -207,7 +237,7 @@ class Scheduler:
             (singles if end == start + 1 else pieces).append(row)
         admitted: list[EngineRequest] = []
         if admits and not preempted and (self._preempted or self._waiting):
-            self._admit(budget, singles, pieces, preempted, admitted)
+            self._admit(room, singles, pieces, preempted, admitted)
         rows = (*singles, *pieces)
         return ScheduledBatch(rows, tuple(preempted), tuple(admitted)) if rows else None
 
@@ -241,6 +271,14 @@ class Scheduler:
             end = single_from if start < single_from else start + 1
         return end if end > start else 0
 
+    def _prefill_room(self, decodes: Sequence[EngineRequest], spare: Spare | None) -> _PrefillRoom:
+        """`decodes` are in order."""
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        first = next((request for request in decodes if request.due_at > -inf), None)
+        if spare is None or first is None:
+            return _PrefillRoom(budget, budget)
+        return _PrefillRoom(budget, spare(first.due_at), _order(first))
+
     def _cut(self, start: int, end: int, budget: int) -> int:
         """The end of a piece under a budget; `start` if not even one aligned cut fits."""
         if end - start > budget:
@@ -253,12 +291,13 @@ class Scheduler:
         return end == request.num_tokens and end == request.num_prompt_tokens + request.num_sampled
 
     def _grow(self, request: EngineRequest, end: int, preempted: list[EngineRequest]) -> bool:
-        """Give a running request blocks up to row `end`, preempting others; False if all the rest are due first."""
+        """Give a running request blocks up to row `end`, preempting others; False if all the rest are due earlier."""
         missing = self.pool.blocks_for(end) - len(request.block_ids)
         if missing <= 0:
             return True
         while self.pool.num_free < missing:
-            victim = next((other for other in reversed(self._running) if self._yields(other, request)), None)
+            yielding = (other for other in self._running if self._yields(other, request))
+            victim = max(yielding, key=_order, default=None)
             if victim is None:
                 return False
             self._preempt(victim, preempted)
@@ -266,7 +305,7 @@ class Scheduler:
         return True
 
     def _yields(self, other: EngineRequest, request: EngineRequest) -> bool:
-        if other.arrival > request.arrival:
+        if _order(other) > _order(request):
             return True
         return other is not request and not self._end(other, other.num_computed_tokens)
 
@@ -282,7 +321,7 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[EngineRequest]:
         """Requests without blocks that could run if they got some, in the order in which they are served."""
-        for request in tuple(self._preempted):
+        for request in sorted(self._preempted, key=_order):
             if self._can_start(request):
                 yield request
         if self._free_slots:
@@ -297,7 +336,7 @@ class Scheduler:
 
     def _admit(
         self,
-        budget: int,
+        room: _PrefillRoom,
         singles: list[ScheduledRow],
         pieces: list[ScheduledRow],
         preempted: list[EngineRequest],
@@ -309,23 +348,22 @@ class Scheduler:
             hits = self._hits(request)
             if not self._fits(request, hits):
                 # Parked requests may stay so for long, and then nothing would run at all; idle ones go on soon.
-                parked = [other for other in self._running if other.parked]
+                parked = sorted((other for other in self._running if other.parked), key=_order)
                 if singles or pieces or not self._fits(request, hits, parked):
                     return
                 while not self._fits(request, hits):
                     self._preempt(parked.pop(), preempted)
             start = len(hits) * self.config.block_size
             whole = self._end(request, start)
-            end = self._cut(start, whole, budget)
-            if end == start:
-                return
-            if request.num_preemptions == 0:
-                admitted.append(request)
-            self._start(request, hits)
-            row = ScheduledRow(request, start, end - start, self._samples(request, end))
-            (singles if end == start + 1 else pieces).append(row)
-            budget -= end - start
-            if end < whole:
+            end = self._cut(start, whole, room.of(request))
+            room.take(request, end - start, cut=end < whole)
+            if end > start:
+                if request.num_preemptions == 0:
+                    admitted.append(request)
+                self._start(request, hits)
+                row = ScheduledRow(request, start, end - start, self._samples(request, end))
+                (singles if end == start + 1 else pieces).append(row)
+            if room.budget <= 0:
                 return
 
     def _hits(self, request: EngineRequest) -> list[int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from triptych.config.schema import ConnectorExtra, DeployConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
@@ -34,3 +36,11 @@ class Cadence:
             return self.initial
         affordable = 4 * (start - 1) // 3 - start + self.initial
         return max(1, min(self.full, affordable))
+
+
+def deployed_cadence(deploy: DeployConfig) -> Cadence:
+    """The cadence that the connector between Talker and Code2Wav sets."""
+    code2wav = deploy.stage("code2wav")
+    name = code2wav.input_connectors.get("talker") if code2wav is not None else None
+    extra = deploy.connectors[name].extra if name is not None else ConnectorExtra()
+    return Cadence(extra.initial_codec_chunk_frames, extra.codec_chunk_frames)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from triptych.connectors.contract import Handoff
 from triptych.errors import TriptychError
+from triptych.stages.playout_clock import PlayoutClock
 
 Codes = NDArray[np.int32]  # [n, num_quantizers]
 
@@ -24,7 +25,7 @@ class Stream:
 
     request_id: str
     credit: int
-    due_at: float  # when the listener's audio runs out; before the first chunk, when the request came
+    playout: PlayoutClock
     slot: int | None = None
     handoffs: deque[Handoff] = field(default_factory=deque)
     buffer: deque[Codes] = field(default_factory=deque)
@@ -32,8 +33,8 @@ class Stream:
     num_decoded: int = 0
     num_chunks: int = 0
     ended: bool = False  # the final handoff is in the buffer
-    ready_at: float | None = None  # when its first chunk could be decoded
-    started_at: float = 0.0  # when that was begun
+    ready_at: float | None = None  # since when its next chunk could be decoded
+    started_at: float = 0.0  # when its first one was begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,12 @@ from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
 from triptych.engine.request import FinishReason
 from triptych.engine.sampler import Sampler
+from triptych.engine.step_cost import StepCost
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
 from triptych.stages.arrivals import Arrivals
+from triptych.stages.cadence import Cadence, deployed_cadence
 from triptych.stages.contract import Outbox, StageContext, Submit
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.hidden_rows import from_array
@@ -43,6 +45,7 @@ from triptych.stages.loading import (
     stage_device,
     stage_dtype,
 )
+from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
 from triptych.stages.speech_rows import SpeechRows
 from triptych.telemetry.stage_counts import StageCounts
 
@@ -50,7 +53,14 @@ logger = logging.getLogger(__name__)
 
 
 class TalkerStage:
-    """Continuous batching over one Talker. One step draws one whole frame for every request that has a row to read."""
+    """Continuous batching over one Talker. One step draws one whole frame for every request that has a row to read.
+
+    `by_slack`: streams are served by when their listeners run out of audio. Every stream that can make a frame makes
+    one in each step; beside them goes as much of the prompts of new streams as leaves none of them late. A new stream
+    is held back so for at most `START_WAIT_S`; then its prompt has the whole token budget, as it has from the start
+    where streams are served first come, first served. A stream that must give up its KV blocks is the one with the
+    most audio in hand.
+    """
 
     kind: StageKind = "talker"
 
@@ -63,25 +73,29 @@ class TalkerStage:
         outbox: Outbox,
         arrivals: Arrivals,
         handoffs: Handoffs,
+        cadence: Cadence,
+        by_slack: bool,
         batch_invariant: bool,
         frames_per_text_token: int,
         extra_frames: int,
     ) -> None:
         self.model, self.config, self.scheduler = model, config, setup.scheduler
-        self.outbox, self.arrivals, self.handoffs = outbox, arrivals, handoffs
+        self.outbox, self.arrivals, self.handoffs, self.cadence = outbox, arrivals, handoffs, cadence
         self.batch_invariant, self.device = batch_invariant, setup.device
         self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
         runner = ModelRunner(
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
         )
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
-        self.engine = Engine(setup.scheduler, runner, self.counts)
+        self.cost = StepCost() if by_slack else None
+        self.engine = Engine(setup.scheduler, runner, self.counts, cost=self.cost)
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
             num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
         )
         self.residual_uniforms = UniformBlocks(slots, [residual(index) for index in range(1, model.num_code_groups)])
         self.requests: dict[str, SpeechRows] = {}
+        self.playouts: dict[str, PlayoutClock] = {}  # of each request, where streams are served by slack
         self.runaways = 0
 
     @classmethod
@@ -100,6 +114,9 @@ class TalkerStage:
             outbox=context.outbox,
             arrivals=Arrivals(context.receivers["thinker"]),
             handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),
+            cadence=deployed_cadence(context.deploy),
+            # Without async chunks nobody hears a stream before its end, so none can run out of audio.
+            by_slack=context.config.scheduling_policy == "slack" and context.deploy.async_chunk,
             batch_invariant=context.config.batch_invariant,
             frames_per_text_token=context.config.frames_per_text_token,
             extra_frames=context.config.extra_frames,
@@ -122,11 +139,13 @@ class TalkerStage:
                 raise TriptychError(f"the prompt takes {rows.engine.num_prompt_tokens} rows, the Talker has {limit}")
             rows.max_frames = min(room, message.params.max_tokens or room)
             self.scheduler.add(rows.engine)
-            self.engine.ready(rows.engine)
         except TriptychError as error:
             self._tell_failure(message.request_id, str(error))
             return
         self.requests[message.request_id] = rows
+        if self.cost is not None:
+            self.playouts[message.request_id] = PlayoutClock(self.cadence)
+        self._ready(rows)
         self.arrivals.open(message.request_id, message.route.thinker)
         self.handoffs.open(message.request_id, message.route.code2wav)
 
@@ -160,6 +179,10 @@ class TalkerStage:
         return self.engine.has_work()
 
     def step(self) -> None:
+        if self.cost is not None:
+            now, step_s = self.engine.clock(), self.cost.decode_s
+            for request_id, playout in self.playouts.items():
+                self.requests[request_id].engine.due_at = playout.frame_due_at(now, step_s)
         self.engine.step(self._draw_frames)
 
     def stats(self) -> StageStats:
@@ -169,6 +192,12 @@ class TalkerStage:
         for request_id in list(self.requests):
             self.abort(request_id)
 
+    def _ready(self, rows: SpeechRows) -> None:
+        """The request has what it needs to begin, or more of it."""
+        self.engine.ready(rows.engine)
+        if (playout := self.playouts.get(rows.engine.request_id)) is not None:
+            playout.start_by = rows.engine.ready_at + START_WAIT_S
+
     @torch.inference_mode()
     def _hear(self, rows: SpeechRows, handoff: Handoff) -> None:
         """What one handoff brings: hidden states of media rows, text ids, or both."""
@@ -177,7 +206,7 @@ class TalkerStage:
             states = from_array(hidden).to(self.device, self.model.text_table.dtype)
             rows.add_media(self.model.project_hidden(states))
             self.scheduler.arrived(rows.engine, rows.num_known_rows)
-            self.engine.ready(rows.engine)
+            self._ready(rows)
         if token_ids is not None:
             rows.hear(token_ids.tolist(), final=handoff.final)
 
@@ -255,6 +284,8 @@ class TalkerStage:
             return
         self.counts.tokens += 1
         speech.add_frame(frame, self.model.code_rows(frame))
+        if (playout := self.playouts.get(engine.request_id)) is not None:
+            playout.hand_out(1, self.engine.clock())
         codes = np.asarray([frame], dtype=np.int32)
         limited = speech.num_frames >= speech.max_frames or self._runs_away(speech)
         if not self.handoffs.push(engine.request_id, {"codes": codes}) and not limited:
@@ -315,5 +346,6 @@ class TalkerStage:
     def _release(self, speech: SpeechRows, reason: FinishReason) -> None:
         if speech.admitted:
             self.sampler.release(speech.engine.slot)
+        self.playouts.pop(speech.engine.request_id, None)
         self.arrivals.close(speech.engine.request_id)
         self.scheduler.finish(speech.engine, reason)
