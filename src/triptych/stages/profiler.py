@@ -16,29 +16,27 @@ from triptych.stages.contract import Stage
 
 logger = logging.getLogger(__name__)
 
-_UNITS: dict[StageKind, tuple[str, str]] = {
-    "thinker": ("requests", "tokens"),
-    "talker": ("requests", "rows"),
-    "code2wav": ("chunks", "frames"),
-}
+_UNITS: dict[StageKind, str] = {"thinker": "tokens", "talker": "rows", "code2wav": "frames"}
 _SPAN = re.compile(r'"(\S+ step \d+)"')
 
 
 @dataclass(slots=True)
 class _Window:
-    """One recording. `titles` names its spans anew once their sizes are known; `taken` counts steps by stage."""
+    """The recording of one stage. `titles` has its spans, under their names once their sizes are known; `waited` counts
+    the steps of stages that wait for their own."""
 
     owner: StageKind
     recorder: profile
     titles: dict[str, str] = field(default_factory=dict)
-    taken: dict[StageKind, int] = field(default_factory=dict)
+    waited: int = 0
+    records: bool = True
 
 
 class StepProfiler:
     """Steps the stages of one process, and writes a trace of each: its first steps left out, then a bounded number.
 
-    torch has one recorder a process. Stages that share one are therefore recorded one after the other, in windows; what
-    the others do meanwhile is in the trace as well, and a window ends when any of them has made `max_steps` steps.
+    torch has one recorder a process, so stages that share one are recorded one after the other. What the others do
+    meanwhile is left out; but a window ends early when those that wait for their own have made `max_steps` steps.
     """
 
     def __init__(self, config: ProfileConfig, replicas: dict[StageKind, str], *, cuda: bool) -> None:
@@ -76,22 +74,34 @@ class StepProfiler:
         """Step the stage, inside a span where a window is open."""
         kind = stage.kind
         self._seen[kind] += 1
-        if self._window is None and kind in self._due and self._seen[kind] > self._config.skip_steps:
+        waits = kind in self._due and self._seen[kind] > self._config.skip_steps
+        if self._window is None and waits:
             self._window = _Window(kind, self._recorder())
             self._window.recorder.start()
         window = self._window
-        if window is None:
-            stage.step()
+        if window is None or window.owner != kind:
+            self._step_unseen(stage, waits)
             return
-        before = _sizes(stage)
+        self._record(window, True)
+        requests, tokens = _sizes(stage)
         span = f"{self._replicas[kind]} step {self._seen[kind]}"
         with record_function(span):
             stage.step()
-        units = zip(_sizes(stage), before, _UNITS[kind], strict=True)
-        window.titles[span] = f"{span}: " + ", ".join(f"{now - then:.0f} {unit}" for now, then, unit in units)
-        window.taken[kind] = window.taken.get(kind, 0) + 1
-        if window.taken[kind] >= self._config.max_steps:
+        now_requests, now_tokens = _sizes(stage)
+        batch, size = now_requests - requests, now_tokens - tokens
+        window.titles[span] = f"{span}: batch {batch:.0f}, {_UNITS[kind]} {size:.0f}"
+        if len(window.titles) >= self._config.max_steps:
             self._write(window)
+
+    def _step_unseen(self, stage: Stage, waits: bool) -> None:
+        window = self._window
+        if window is not None:
+            self._record(window, False)
+        stage.step()
+        if window is not None and waits:
+            window.waited += 1
+            if window.waited >= self._config.max_steps:
+                self._write(window)
 
     def close(self) -> None:
         """Write what an open window has. Say which stages were never recorded."""
@@ -108,6 +118,11 @@ class StepProfiler:
     def _recorder(self) -> profile:
         return profile(activities=self._activities)
 
+    def _record(self, window: _Window, wanted: bool) -> None:
+        if window.records != wanted:
+            window.recorder.toggle_collection_dynamic(wanted, self._activities)
+            window.records = wanted
+
     def _write(self, window: _Window) -> None:
         """A trace that cannot be written costs an error in the log and not the stage."""
         self._window = None
@@ -115,8 +130,9 @@ class StepProfiler:
         name = self._replicas[window.owner]
         path = self._folder / f"{name.replace(':', '-')}.{os.getpid()}.trace.json"
         raw = path.with_suffix(".raw")
-        window.recorder.stop()
         try:
+            self._record(window, True)
+            window.recorder.stop()
             window.recorder.export_chrome_trace(str(raw))
             _rename_spans(raw, path, window.titles)
         except (OSError, RuntimeError) as error:
@@ -124,7 +140,7 @@ class StepProfiler:
             return
         finally:
             raw.unlink(missing_ok=True)
-        logger.info("the trace of %d steps of %s is in %s", window.taken.get(window.owner, 0), name, path)
+        logger.info("the trace of %d steps of %s is in %s", len(window.titles), name, path)
 
 
 def _sizes(stage: Stage) -> tuple[float, float]:
