@@ -13,22 +13,27 @@ from triptych.engine.model_runner import ModelRunner
 from triptych.engine.request import EngineRequest
 from triptych.engine.scheduler import Scheduler
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.work import Work
 
 # Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the scheduler.
 Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
 
 
 class Engine:
-    """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`."""
+    """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`.
+
+    `work` says what the model has to do in a step.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
         counts: StageCounts,
+        work: Callable[[ScheduledBatch], Work],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.scheduler, self.runner, self.counts, self.clock = scheduler, runner, counts, clock
+        self.scheduler, self.runner, self.counts, self.work, self.clock = scheduler, runner, counts, work, clock
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -50,6 +55,7 @@ class Engine:
         self.counts.step_time_s.observe(self.clock() - started)
         self.counts.batch_size.observe(len(batch.rows))
         self.counts.step_tokens.observe(batch.num_tokens)
+        self.counts.worked(self.work(batch))
         return batch
 
     def ready(self, request: EngineRequest) -> None:

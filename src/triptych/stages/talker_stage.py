@@ -31,6 +31,7 @@ from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
 from triptych.stages.arrivals import Arrivals
 from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.decoder_work import talker_work
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.hidden_rows import from_array
 from triptych.stages.loading import (
@@ -75,7 +76,8 @@ class TalkerStage:
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
         )
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
-        self.engine = Engine(setup.scheduler, runner, self.counts)
+        sizes = {"weight_bytes": model.head.itemsize, "element_bytes": setup.cache.itemsize}
+        self.engine = Engine(setup.scheduler, runner, self.counts, talker_work(model.talker_config, **sizes))
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
             num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
