@@ -84,6 +84,14 @@ def test_the_client_and_the_server_count_the_same(server: LiveServer, tmp_path: 
     assert all(request["audio_rms"] > 1e-3 for request in found["requests"] if request["audio_duration_s"])
     assert "audio-s/s" in done.stdout and "streams without underrun" in done.stdout and "TTFT, ms" in done.stdout
 
+    [ceilings] = found["ceilings"]
+    assert ceilings["setting"] == {"dtype": "float32", "threads": 1, "device": "cpu"}
+    stages = {stage["stage"]: stage for stage in found["server"]["stages"]}
+    assert set(stages) == {"thinker", "talker", "code2wav"} and "of memory's" in done.stdout
+    for name, stage in stages.items():
+        assert stage["steps"] == since(before, after, "stage_step_time_s_count", name), name
+        assert 0 < stage["bytes_share"] and 0 < stage["flops_share"] < 1, name
+
 
 def test_media_of_every_kind_is_asked_about_at_a_rate(server: LiveServer) -> None:
     before = server.metrics()

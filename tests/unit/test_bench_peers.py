@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from triptych.bench.ceilings import Setting
 from triptych.bench.driver import Run
 from triptych.bench.machine import memory_mib
 from triptych.bench.metrics import summarise
 from triptych.bench.peer_worker import SAMPLES, TEXT_TOKENS
-from triptych.bench.peers import Setting, check, first_voice, markdown, settings
+from triptych.bench.peers import check, first_voice, markdown, settings
 from triptych.errors import ConfigError, TriptychError
 
 EMPTY = summarise(Run([], 0.0))

@@ -18,7 +18,14 @@ from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS, parse_targets, sum
 from triptych.cli import app
 from triptych.config.load import profiles
 from triptych.config.sampling import SamplingParams
-from triptych.config.schema import ConnectorConfig, ConnectorExtra, DeployConfig, MediaConfig, StageConfig
+from triptych.config.schema import (
+    ConnectorConfig,
+    ConnectorExtra,
+    DeployConfig,
+    MediaConfig,
+    ProfileConfig,
+    StageConfig,
+)
 from triptych.config.units import parse_bytes
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 
@@ -125,6 +132,7 @@ def test_the_deploy_reference_names_every_key_and_no_other() -> None:
     }
     assert documented(section("docs/deploy.md", "`stages[]`")) == set(StageConfig.__struct_fields__)
     assert documented(section("docs/deploy.md", "`media`")) == set(MediaConfig.__struct_fields__)
+    assert documented(section("docs/deploy.md", "`profile`")) == set(ProfileConfig.__struct_fields__)
     connectors = {f"extra.{name}" for name in ConnectorExtra.__struct_fields__}
     assert documented(section("docs/deploy.md", "`connectors`")) == {"kind", *connectors}
     assert set(ConnectorConfig.__struct_fields__) == {"kind", "extra"}
@@ -137,7 +145,12 @@ def test_the_deploy_reference_names_every_sampling_parameter() -> None:
 
 
 def test_the_deploy_reference_gives_the_defaults_of_the_schema() -> None:
-    for title, kind in (("Top level", DeployConfig), ("`stages[]`", StageConfig), ("`media`", MediaConfig)):
+    for title, kind in (
+        ("Top level", DeployConfig),
+        ("`stages[]`", StageConfig),
+        ("`media`", MediaConfig),
+        ("`profile`", ProfileConfig),
+    ):
         rows = dict(re.findall(r"^\| `(\w+)` \| `?([^|`]*)`? \|", section("docs/deploy.md", title), re.MULTILINE))
         for field in msgspec.structs.fields(kind):
             if isinstance(field.default, bool | int | float | str):

@@ -22,6 +22,7 @@ from triptych.server.metrics import Metrics
 from triptych.server.request_clock import RequestClock
 from triptych.telemetry.histogram import STEP_SECONDS
 from triptych.telemetry.stage_counts import StageCounts, TransferCounts
+from triptych.telemetry.work import Work
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
@@ -60,7 +61,7 @@ def three_stages() -> tuple[StageStats, ...]:
     return (
         StageStats(stage="thinker", counts=StageCounts(transfers={"talker": TransferCounts()})),
         StageStats(stage="talker", counts=StageCounts(transfers={"code2wav": TransferCounts()})),
-        StageStats(stage="code2wav"),
+        StageStats(stage="code2wav", device="cpu", dtype="float32", threads=2),
     )
 
 
@@ -139,6 +140,22 @@ def test_gauges_and_outcomes_of_a_replica() -> None:
         for name in ("finished", "failed", "aborted")
     }
     assert outcomes == {"finished": 1, "failed": 2, "aborted": 1}
+
+
+def test_what_a_stage_had_to_do_and_computes_with() -> None:
+    counts = StageCounts()
+    counts.worked(Work(3e9, 5e12))
+    counts.worked(Work(1.0, 0.5))
+    metrics = make_metrics(
+        StageStats(stage="code2wav", device="cuda:1", dtype="bfloat16", threads=4, counts=counts),
+        StageStats(stage="talker"),
+    )
+    of = {"stage": "code2wav", "replica": "0"}
+    assert value(metrics, "triptych:stage_moved_bytes_total", **of) == 3e9 + 1
+    assert value(metrics, "triptych:stage_flops_total", **of) == 5e12 + 0.5
+    infos = [sample.labels for _, sample in samples(metrics) if sample.name == "triptych:stage_info"]
+    computes = {"device": "cuda:1", "dtype": "bfloat16", "threads": "4"}
+    assert infos == [{"model_name": MODEL} | of | computes], "a stage that is down computes with nothing"
 
 
 def test_the_times_of_a_reply_are_those_of_its_client() -> None:

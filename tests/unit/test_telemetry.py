@@ -10,6 +10,7 @@ from triptych.connectors.wire import Heartbeat, StageStats, decode_to_server, en
 from triptych.pipeline.stage_totals import StageTotals
 from triptych.telemetry.histogram import Histogram
 from triptych.telemetry.stage_counts import StageCounts, TransferCounts
+from triptych.telemetry.work import Work
 
 BOUNDS = (1.0, 2.0, 5.0)
 
@@ -28,6 +29,7 @@ def counted(dice: random.Random) -> StageCounts:
         counts.step_time_s.observe(dice.expovariate(100))
         counts.batch_size.observe(dice.randrange(1, 400))
         counts.queue_wait_s.observe(dice.expovariate(1))
+        counts.worked(Work(dice.randrange(1 << 40), dice.randrange(1 << 50)))
     transfers = counts.transfers["talker"] = TransferCounts()
     transfers.size_bytes.observe(dice.randrange(1 << 20))
     return counts
@@ -58,12 +60,21 @@ def test_counts_travel_whole_with_a_heartbeat() -> None:
     assert decode_to_server(encode(heartbeat)) == heartbeat
 
 
+def test_the_work_of_years_still_travels() -> None:
+    counts = StageCounts()
+    counts.worked(Work(1e23, 1e25))  # more than 64 bits of each
+    heartbeat = Heartbeat(process="text", stages=(StageStats(stage="thinker", counts=counts),))
+    assert decode_to_server(encode(heartbeat)) == heartbeat
+
+
 def test_the_sum_of_counts_has_every_field() -> None:
     dice = random.Random(2)
     one, other = counted(dice), counted(dice)
     total = one + other
     assert total.tokens == one.tokens + other.tokens and total.failed == one.failed + other.failed
     assert total.step_time_s == one.step_time_s + other.step_time_s
+    assert total.moved_bytes == one.moved_bytes + other.moved_bytes > 0
+    assert total.flops == one.flops + other.flops > 0
     assert total.transfers["talker"].size_bytes.count == 2
     assert (one + StageCounts()) == one == (StageCounts() + one)
 

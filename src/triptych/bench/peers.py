@@ -8,7 +8,6 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 
 from triptych.bench.audio import SAMPLE_RATE
+from triptych.bench.ceilings import Setting
 from triptych.bench.driver import Load
 from triptych.bench.grid import Grid, number
 from triptych.bench.machine import memory_mib
@@ -38,19 +38,6 @@ COLUMNS = {
     "text only, tok/s": ("text_only_throughput", 0),
     "without underrun": ("streams_without_underrun_ratio", 2),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What Transformers runs with."""
-
-    dtype: str
-    threads: int
-    device: str
-
-    def __str__(self) -> str:
-        threads = f", {self.threads} thread{'s' if self.threads > 1 else ''}" if self.device == "cpu" else ""
-        return f"{self.dtype} on {self.device}{threads}"
 
 
 def _setting(run: Mapping[str, Any]) -> Setting:
@@ -84,7 +71,13 @@ async def run_transformers(
 ) -> dict[str, Any]:
     """What Transformers takes for `num_prompts` requests, one after another. Raises TriptychError if it fails."""
     request = msgspec.json.encode(
-        {"folder": str(folder), **asdict(setting), "voice": voice, "num_prompts": num_prompts, "seed": seed}
+        {
+            "folder": str(folder),
+            **msgspec.structs.asdict(setting),
+            "voice": voice,
+            "num_prompts": num_prompts,
+            "seed": seed,
+        }
     ).decode()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "triptych.bench.peer_worker", request),
@@ -103,7 +96,7 @@ async def run_transformers(
         said = errors.decode("utf-8", "replace").strip().splitlines() or [f"status {process.returncode}"]
         raise TriptychError(f"Transformers, {setting}, failed: {said[-1]}")
     result: dict[str, Any] = msgspec.json.decode(out.splitlines()[-1])
-    return {**asdict(setting), **result}
+    return {**msgspec.structs.asdict(setting), **result}
 
 
 class _Memory:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from triptych.bench import machine
+from triptych.bench.ceilings import Ceilings
 from triptych.bench.driver import Run
 from triptych.bench.measure import Measurement
 from triptych.bench.metrics import DISTRIBUTIONS, STATISTICS
@@ -125,8 +126,8 @@ async def watched(measurement: Measurement, target: Target, api_key: str | None 
         return await measurement.take(target, api_key=api_key, on_end=bar)
 
 
-def record(command: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """All that a result file holds: its content, and what it was measured on."""
+def record(command: str, content: Mapping[str, Any], ceilings: Sequence[Ceilings] = ()) -> dict[str, Any]:
+    """All that a result file holds: its content, and what it was measured on. Without `ceilings` none were measured."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -134,6 +135,7 @@ def record(command: str, content: Mapping[str, Any]) -> dict[str, Any]:
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "commit": machine.commit(),
+        "ceilings": [msgspec.to_builtins(one) for one in ceilings],
     }
 
 

@@ -20,12 +20,17 @@ class Target(msgspec.Struct, frozen=True):
     about: dict[str, Any]
 
 
+def base_of(base_url: str) -> str:
+    """What all paths of a server are behind; `base_url` may end in `/v1` or not."""
+    return base_url.rstrip("/").removesuffix("/v1")
+
+
 async def find_target(base_url: str, endpoint: str, model: str | None, api_key: str | None) -> Target:
     """Reach the server, and take its first model if none is named. `base_url` may end in `/v1` or not.
 
     Raises ConfigError for an address or a model that cannot be right, TriptychError when nobody answers.
     """
-    base = base_url.rstrip("/").removesuffix("/v1")
+    base = base_of(base_url)
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url {base_url!r} does not start with http:// or https://")
     if not endpoint.startswith("/"):

@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.cli import bench_ladder, bench_peers, bench_suite
-from triptych.cli.bench_options import RequestTimeout, ResultPath, extra_fields
+from triptych.cli import bench_ladder, bench_machine, bench_peers, bench_suite
+from triptych.cli.bench_options import RequestTimeout, ResultPath, extra_fields, measured_ceilings
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
+    from triptych.bench.ceilings import Ceilings
+    from triptych.bench.driver import Run
     from triptych.bench.measure import Measurement
+    from triptych.bench.roofline import StageRates
     from triptych.bench.target import Target
     from triptych.bench.workload import Reply, Workload
 
@@ -31,6 +34,7 @@ class DatasetName(StrEnum):
 app.command("suite")(bench_suite.command)
 app.command("ladder")(bench_ladder.command)
 app.command("peers")(bench_peers.command)
+app.command("machine")(bench_machine.command)
 
 
 @app.callback()
@@ -91,7 +95,7 @@ def serve(
 
     Status 1 when every request failed, or audio was asked for and none came.
     """
-    from triptych.bench import metrics, report
+    from triptych.bench import metrics, report, roofline
     from triptych.bench.driver import Load
     from triptych.bench.measure import Measurement
     from triptych.bench.target import find_target
@@ -117,17 +121,44 @@ def serve(
     )
     with stoppable():
         target = asyncio.run(find_target(base_url, endpoint, model, api_key))
-        run = asyncio.run(report.watched(measurement, target, api_key))
+        run, stages, found = asyncio.run(_take(measurement, target, base_url, api_key))
     summary = metrics.summarise(run, targets)
     report.print_table(summary, title=f"{target.model} at {base_url}", speaks=reply.speaks)
+    if stages:
+        roofline.grid(stages).print("stages while they were stepping, warm-up included")
+        if not roofline.on_this_machine(base_url):
+            typer.echo(
+                "no shares: the server is on another machine; triptych bench machine measures its ceilings there"
+            )
     if result_json is not None:
         arguments = _arguments(given, measurement, target)
-        server = {"model": target.about, "fingerprints": run.fingerprints}
-        result = report.record("bench serve", {**summary, "arguments": arguments, "server": server})
+        server: dict[str, Any] = {
+            "model": target.about,
+            "fingerprints": run.fingerprints,
+            "stages": roofline.record(stages),
+        }
+        result = report.record("bench serve", {**summary, "arguments": arguments, "server": server}, found)
         if save_detailed:
             result["requests"] = [outcome.record() for outcome in run.outcomes]
         report.write_json(result_json, result)
     _judge(summary, speaks=reply.speaks, fail_on_error=fail_on_error)
+
+
+async def _take(
+    measurement: Measurement, target: Target, base_url: str, api_key: str | None
+) -> tuple[Run, list[StageRates], list[Ceilings]]:
+    """The run; what the stages of the server achieved meanwhile, if it tells; and what this machine can do, if the
+    server is on it."""
+    from triptych.bench import report, roofline
+    from triptych.bench.target import base_of
+
+    base = base_of(base_url)
+    before = await roofline.scrape(base)
+    run = await report.watched(measurement, target, api_key)
+    measurable = roofline.settings(before) if roofline.on_this_machine(base) else []
+    # In between the stages send the heartbeat that has the last steps.
+    found = await measured_ceilings(measurable)
+    return run, roofline.rates(before, await roofline.scrape(base) if before else {}, found), found
 
 
 def _reply(given: dict[str, Any]) -> Reply:

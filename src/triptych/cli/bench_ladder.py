@@ -16,6 +16,7 @@ from triptych.cli.bench_options import (
     StartTimeout,
     command_line,
     extra_fields,
+    measured_ceilings,
     serve_arguments,
 )
 from triptych.cli.options import DeployConfigPath, Model, PlatformOption, StageOverrides, stoppable
@@ -24,6 +25,7 @@ from triptych.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from triptych.bench.ceilings import Ceilings
     from triptych.bench.ladder import RungResult
     from triptych.bench.measure import Measurement
 
@@ -53,7 +55,7 @@ def command(
     start_timeout: StartTimeout = 900.0,
 ) -> None:
     """Serve MODEL again and again, each time with one mechanism more, and measure speech under the same load."""
-    from triptych.bench import ladder, machine, report
+    from triptych.bench import ceilings, ladder, machine, report
     from triptych.bench.charts import check_charts, draw
     from triptych.bench.driver import Load
     from triptych.bench.measure import Measurement
@@ -82,9 +84,12 @@ def command(
     arguments = serve_arguments(deploy_config, stage_overrides, platform)
     title = f"Ladder of {model} on {machine.name()}"
     results: list[RungResult] = []
+    found: list[Ceilings] = []
     try:
         with stoppable():
             asyncio.run(_climb(model, arguments, measurements, start_timeout, results))
+            if record is not None or result_json is not None:
+                found = asyncio.run(measured_ceilings(ceilings.settings_of(results[-1].rung.deploy)))
     finally:  # what was measured before something went wrong is worth keeping
         if results:
             for index, level in enumerate(levels):
@@ -97,12 +102,12 @@ def command(
                 "serve": arguments,
                 "steps": [result.record(levels) for result in results],
             }
-            report.write_json(result_json, report.record("bench ladder", content))
+            report.write_json(result_json, report.record("bench ladder", content, found))
     if record is not None:
         about = [
             f"Command: `{command_line()}`. Each request: {random_input_len} words in, {random_output_len} text tokens "
             f"and the speech of them out; {num_prompts} requests at each level, all answered.",
-            machine.sentence(),
+            f"{machine.sentence()} {ceilings.sentence(found)}",
         ]
         report.write_text(record, ladder.markdown(results, levels, title=title, about=about))
     if charts is not None:

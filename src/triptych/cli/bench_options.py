@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from triptych.cli.options import PlatformName
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, TriptychError
+
+if TYPE_CHECKING:
+    from triptych.bench.ceilings import Ceilings, Setting
 
 RecordPath = Annotated[Path | None, typer.Option(help="Write a record in Markdown here.", dir_okay=False)]
 ResultPath = Annotated[Path | None, typer.Option(help="Write all numbers here.", dir_okay=False)]
@@ -41,6 +45,19 @@ def serve_arguments(
     """These options as `triptych serve` takes them."""
     given = {"--deploy-config": deploy_config, "--stage-overrides": stage_overrides, "--platform": platform}
     return tuple(word for flag, value in given.items() if value is not None for word in (flag, str(value)))
+
+
+async def measured_ceilings(settings: Iterable[Setting]) -> list[Ceilings]:
+    """Those that can be measured here; why not, of the others: a run that is over is not lost for them."""
+    from triptych.bench import ceilings
+
+    found: list[Ceilings] = []
+    for setting in dict.fromkeys(settings):
+        try:
+            found += await ceilings.measure([setting])
+        except TriptychError as error:
+            typer.echo(f"no ceilings: {error}", err=True)
+    return found
 
 
 def command_line() -> str:

@@ -15,6 +15,7 @@ from triptych.cli.bench_options import (
     ResultPath,
     StartTimeout,
     command_line,
+    measured_ceilings,
     serve_arguments,
 )
 from triptych.cli.options import DeployConfigPath, Model, PlatformOption, StageOverrides, stoppable
@@ -42,7 +43,7 @@ def command(
 
     Transformers answers one request after another, in the best of the settings tried.
     """
-    from triptych.bench import machine, peers, report
+    from triptych.bench import ceilings, machine, peers, report
     from triptych.models.registry import locate
 
     if record is not None:
@@ -56,11 +57,14 @@ def command(
         options = {"voice": voice, "num_prompts": num_prompts, "seed": seed}
         options |= {"timeout_s": timeout, "start_s": start_timeout}
         content = asyncio.run(_compare(model, folder, arguments, concurrency or [1, 8, 32], peer_prompts, options))
+        wanted = ceilings.settings_of(content["deploy"]) if record is not None or result_json is not None else []
+        found = asyncio.run(measured_ceilings(wanted))
     peers.grid(content["transformers"]["best"], content["triptych"]).print(f"{model} on {machine.name()}")
     if result_json is not None:
-        report.write_json(result_json, report.record("bench peers", content))
+        report.write_json(result_json, report.record("bench peers", content, found))
     if record is not None:
-        text = peers.markdown(content, command=command_line(), machine=machine.sentence())
+        measured_on = f"{machine.sentence()} {ceilings.sentence(found)}"
+        text = peers.markdown(content, command=command_line(), machine=measured_on)
         report.write_text(record, text)
 
 

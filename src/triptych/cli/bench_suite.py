@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.cli.bench_options import RequestTimeout, ResultPath, StartTimeout
+from triptych.cli.bench_options import RequestTimeout, ResultPath, StartTimeout, measured_ceilings
 from triptych.cli.options import stoppable
 from triptych.errors import TriptychError
 
 if TYPE_CHECKING:
+    from triptych.bench.ceilings import Ceilings
     from triptych.bench.suite import Suite
     from triptych.bench.suite_run import Setting, Tested
 
@@ -40,7 +41,7 @@ def command(
 
     Status 1 when a request failed, or a number is worse than its baseline by more than --margin.
     """
-    from triptych.bench import machine, report, suite_run
+    from triptych.bench import ceilings, machine, report, suite_run
     from triptych.bench.suite import Suite
     from triptych.bench.suite_run import Setting
 
@@ -57,15 +58,20 @@ def command(
         timeout_s=timeout,
     )
     results: list[Tested] = []
+    found: list[Ceilings] = []
     try:
         with stoppable():
             asyncio.run(_run(suite, setting, results))
+            if result_json is not None:
+                deploys = [result.deploy for result in results if result.deploy is not None]
+                wanted = [one for deploy in deploys for one in ceilings.settings_of(deploy)]
+                found = asyncio.run(measured_ceilings(wanted))
     finally:  # what was measured before something went wrong is worth keeping
         if results:
             suite_run.grid(results).print(f"{file} on {setting.hardware}")
         if results and result_json is not None:
             content = suite_run.record(results, suite=str(file), setting=setting, margin=margin)
-            report.write_json(result_json, report.record("bench suite", content))
+            report.write_json(result_json, report.record("bench suite", content, found))
     if failures := suite_run.failures(results):
         raise TriptychError("\n".join(["a run with failures is not compared with a baseline:", *failures]))
     if update_baseline:

@@ -73,6 +73,10 @@ def command(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name for clients to use; may be given again. Default: MODEL.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of some steps of every stage into this folder.", metavar="DIR"),
+    ] = None,
     platform: PlatformOption = None,
     log_level: LogLevelOption = LogLevel.info,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved deploy config and stop.")] = False,
@@ -96,6 +100,7 @@ def command(
             "async_chunk": async_chunk,
             "stage_init_timeout_s": stage_init_timeout,
             "media": _media_flags(allowed_local_media_path, allowed_media_domains),
+            "profile": {"dir": str(profile.expanduser().absolute())} if profile is not None else None,
         }
         plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
         if dry_run:

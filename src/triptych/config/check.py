@@ -56,6 +56,8 @@ _RANGES: dict[str, tuple[float, float]] = {  # other counts: 1 to _MOST; other d
     "max_body_bytes": (1, 2**62),
     "max_redirects": (0, 20),
     "cache_bytes": (0, 2**62),
+    "skip_steps": (0, _MOST),
+    "max_steps": (1, 1024),  # a step of a large model is a megabyte of trace
 }
 
 
@@ -127,6 +129,7 @@ def check_deploy(deploy: DeployConfig) -> None:
     """Raise ConfigError for the first thing that cannot work: a range, an order, a name without its partner."""
     _check_numbers(deploy, "")
     _check_numbers(deploy.media, "media")
+    _check_numbers(deploy.profile, "profile")
     if deploy.media.min_audio_s > deploy.media.max_audio_s:
         raise ConfigError(f"{deploy.media.min_audio_s} is more than max_audio_s", "media.min_audio_s")
     _check_pipeline(deploy.stages)

@@ -61,6 +61,14 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     cache_bytes: int = 256 * 1024**2  # decoded media kept for the next request that brings the same
 
 
+class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces of steps, one file for each replica of each stage. Nothing is recorded where `dir` is empty."""
+
+    dir: str = ""
+    skip_steps: int = 8  # at the start, those of the warm-up request among them
+    max_steps: int = 16
+
+
 class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One stage. Stages that name the same `process` share one OS process and are stepped in turn.
 
@@ -115,6 +123,7 @@ class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_stage_restarts: int = 5
     audio_id_lifetime_s: int = 3600
     media: MediaConfig = MediaConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def stage(self, kind: StageKind) -> StageConfig | None:
         """The stage of that kind, or None where the deployment has none."""

@@ -197,7 +197,10 @@ class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How one stage is now, and what it has counted since its start. `replica` is for the server to fill in."""
+    """How one stage is now, and what it has counted since its start. `replica` is for the server to fill in.
+
+    `device`, `dtype` (as torch names them) and `threads` are what it computes with; empty for one that is down.
+    """
 
     stage: StageKind
     replica: int = 0
@@ -206,6 +209,9 @@ class StageStats(msgspec.Struct, frozen=True, kw_only=True):
     parked: int = 0
     kv_blocks_used: int = 0
     kv_blocks_total: int = 0
+    device: str = ""
+    dtype: str = ""
+    threads: int = 0
     counts: StageCounts = msgspec.field(default_factory=StageCounts)
 
 

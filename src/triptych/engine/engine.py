@@ -15,6 +15,7 @@ from triptych.engine.request import EngineRequest
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.step_cost import StepCost
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.work import Work
 
 # Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the scheduler.
 Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
@@ -23,6 +24,7 @@ Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
 class Engine:
     """A scheduler and a runner. `counts` has the steps that ran something, and the time of requests by `clock`.
 
+    `work` says what the model has to do in a step.
     With a `cost`, which then learns from every step, prefills are cut so that no decode row beside them becomes late by
     its request's `due_at`. Without one they take the whole token budget.
     """
@@ -32,10 +34,12 @@ class Engine:
         scheduler: Scheduler,
         runner: ModelRunner,
         counts: StageCounts,
+        work: Callable[[ScheduledBatch], Work],
         clock: Callable[[], float] = time.perf_counter,
         cost: StepCost | None = None,
     ) -> None:
-        self.scheduler, self.runner, self.counts, self.clock, self.cost = scheduler, runner, counts, clock, cost
+        self.scheduler, self.runner, self.counts, self.work, self.clock = scheduler, runner, counts, work, clock
+        self.cost = cost
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -60,6 +64,7 @@ class Engine:
         self.counts.step_time_s.observe(seconds)
         self.counts.batch_size.observe(len(batch.rows))
         self.counts.step_tokens.observe(batch.num_tokens)
+        self.counts.worked(self.work(batch))
         return batch
 
     def ready(self, request: EngineRequest) -> None:

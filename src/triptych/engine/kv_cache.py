@@ -47,6 +47,7 @@ class KVCache:
         hidden_size: int = 0,
     ) -> None:
         self.num_blocks, self.block_size, self.kv_heads = num_blocks, block_size, kv_heads
+        self.dtype, self.itemsize = dtype, dtype.itemsize
         # Zeros, not garbage: a masked position still takes part as 0 * value, and NaN would survive that.
         self.layers: list[Tensor] = [
             torch.zeros(num_blocks, block_size, 2 * kv_heads, head_dim, dtype=dtype, device=device)

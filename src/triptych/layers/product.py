@@ -21,7 +21,9 @@ _TYPICAL_ROWS = 4  # the packed order hardly depends on it
 
 
 class Product(Protocol):
-    """x @ weight.T for one weight [N, K]."""
+    """x @ weight.T for one weight [N, K]. `itemsize` is bytes of an element of it as a step reads it."""
+
+    itemsize: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
@@ -35,6 +37,7 @@ class PlainProduct:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight_t = weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
+        self.itemsize = weight.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.weight_t)
@@ -48,6 +51,7 @@ class PackedProduct:
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _TYPICAL_ROWS)
+        self.itemsize = weight.itemsize
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,6 +68,8 @@ class HalfProduct:
     For weights that float16 holds (`fits_half`): those of a bfloat16 checkpoint do, so nothing is lost. Rows do not
     depend on how many there are.
     """
+
+    itemsize = 2
 
     def __init__(self, weight: Tensor) -> None:
         self.packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.contiguous())

@@ -45,8 +45,18 @@ _GAUGES: tuple[_Family[float], ...] = (
     ),
     _Family("kv_cache_blocks", "KV blocks of a stage.", lambda stage: stage.kv_blocks_total, _DECODERS),
 )
-_COUNTERS: tuple[_Family[int], ...] = (
+_COUNTERS: tuple[_Family[float], ...] = (
     _Family("stage_tokens", "Text tokens drawn, codec frames drawn, or decoded.", lambda stage: stage.counts.tokens),
+    _Family(
+        "stage_moved_bytes",
+        "Bytes that the steps had to move at least, by the model's config.",
+        lambda stage: stage.counts.moved_bytes,
+    ),
+    _Family(
+        "stage_flops",
+        "Floating-point operations that the steps had to do, by the model's config.",
+        lambda stage: stage.counts.flops,
+    ),
     _Family(
         "num_preemptions",
         "Requests that lost their KV blocks and were computed again.",
@@ -128,8 +138,19 @@ def stage_metrics(model_name: str, stages: Sequence[StageStats]) -> Iterator[Met
         for labels, values in series(spread):
             histogram.add_metric(labels, _buckets(values), values.total)
         yield histogram
+    yield _info(model_name, stages)
     yield _outcomes(model_name, stages)
     yield from _transfers(model_name, stages)
+
+
+def _info(model_name: str, stages: Sequence[StageStats]) -> Metric:
+    family = GaugeMetricFamily(
+        f"{PREFIX}stage_info", "1; what a stage computes with.", labels=[*LABELS, "device", "dtype", "threads"]
+    )
+    for stage in stages:
+        if stage.device:
+            family.add_metric([*_labels(model_name, stage), stage.device, stage.dtype, str(stage.threads)], 1)
+    return family
 
 
 def _outcomes(model_name: str, stages: Sequence[StageStats]) -> Metric:

@@ -21,8 +21,9 @@ from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence, deployed_cadence
 from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
-from triptych.stages.loading import load_model, stage_device, stage_dtype
+from triptych.stages.loading import computes_with, load_model, stage_device, stage_dtype
 from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
+from triptych.stages.vocoder_work import VocoderWork
 from triptych.streaming.state import StreamState
 from triptych.telemetry.stage_counts import StageCounts
 
@@ -71,6 +72,7 @@ class CodecStage:
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()
         self._counts = StageCounts()
+        self._work = VocoderWork(model.config, element_bytes=model.norm.itemsize)
 
     @classmethod
     def load(cls, context: StageContext) -> CodecStage:
@@ -167,6 +169,7 @@ class CodecStage:
             running=len(running),
             waiting=len(self._waiting),
             parked=sum(stream.credit == 0 and self._next_chunk(stream) is not None for stream in running),
+            **computes_with(self._device, self._model.norm.dtype),
             counts=self._counts,
         )
 
@@ -248,8 +251,10 @@ class CodecStage:
         """Samples [B, n] of chunks of one kind."""
         codes = torch.from_numpy(np.stack([self._take(chunk).T for chunk in batch])).to(self._device)
         slots = torch.tensor([chunk.stream.slot for chunk in batch], device=self._device)
-        wav = self._model(codes, self._state, slots, first=batch[0].stream.num_decoded == 0)
+        first = batch[0].stream.num_decoded == 0
+        wav = self._model(codes, self._state, slots, first=first)
         self._counts.tokens += sum(chunk.num_frames for chunk in batch)
+        self._counts.worked(self._work(len(batch), batch[0].num_frames, first=first))
         samples: NDArray[np.float32] = wav.cpu().numpy().astype("<f4", copy=False)
         return samples
 

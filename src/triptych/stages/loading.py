@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -139,6 +139,17 @@ def set_up_decoder(
     return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
 
 
+class _ComputesWith(TypedDict):
+    device: str
+    dtype: str
+    threads: int
+
+
+def computes_with(device: torch.device, dtype: torch.dtype) -> _ComputesWith:
+    """What `StageStats` says of the machine's side of a stage."""
+    return {"device": str(device), "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+
+
 def engine_stats(kind: StageKind, engine: Engine) -> StageStats:
     """What an autoregressive stage tells of itself."""
     scheduler, counts = engine.scheduler, engine.counts
@@ -151,5 +162,6 @@ def engine_stats(kind: StageKind, engine: Engine) -> StageStats:
         parked=scheduler.num_parked,
         kv_blocks_used=scheduler.pool.num_used,
         kv_blocks_total=scheduler.pool.num_usable,
+        **computes_with(engine.runner.device, engine.runner.cache.dtype),
         counts=counts,
     )

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import zmq
 
@@ -39,6 +39,9 @@ from triptych.stages.build import Load, StageLoader
 from triptych.stages.contract import Stage, Submit
 from triptych.stages.lifeline import Lifeline
 from triptych.stages.outbox import SEND_HIGH_WATER_MARK, Outbox
+
+if TYPE_CHECKING:
+    from triptych.stages.profiler import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +84,7 @@ class ProcessLoop:
         endpoint: Connections,
         stages: Sequence[Stage],
         lifeline: Lifeline,
+        profiler: StepProfiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._process = process
@@ -90,6 +94,7 @@ class ProcessLoop:
         self._stages = tuple(stages)
         self._by_kind = {stage.kind: stage for stage in stages}
         self._lifeline = lifeline
+        self._profiler = profiler
         self._clock = clock
         self._next_heartbeat = clock()
         self._stopped = False
@@ -157,7 +162,10 @@ class ProcessLoop:
             for _ in range(STEPS_PER_TURN[stage.kind]):
                 if not stage.has_work():
                     break
-                stage.step()
+                if self._profiler is None:
+                    stage.step()
+                else:
+                    self._profiler.step(stage)
                 stepped = True
         self.stage = None
         return stepped
@@ -218,6 +226,7 @@ def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, loa
     doing: StageLoader | ProcessLoop | None = None
     endpoint: Endpoint | None = None
     stages: list[Stage] = []
+    profiler: StepProfiler | None = None
     try:
         started = time.monotonic()
         endpoint = Endpoint(process=process, run_dir=configure.run_dir, peers=configure.peers)
@@ -225,11 +234,21 @@ def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, loa
             deploy=configure.deploy, model=configure.model, process=process, outbox=outbox, endpoint=endpoint
         )
         stages = loader.load(load)
+        if configure.deploy.profile.dir:
+            from triptych.stages.profiler import StepProfiler
+
+            profiler = StepProfiler.of(configure.deploy, process)
         # What importing and loading made is here to stay; looking through all of it would stop every stream for 0.1 s.
         gc.freeze()
         outbox.send(Loaded(process=process, seconds=time.monotonic() - started, summary=tuple(map(_summary, stages))))
         doing = loop = ProcessLoop(
-            process=process, control=control, outbox=outbox, endpoint=endpoint, stages=stages, lifeline=lifeline
+            process=process,
+            control=control,
+            outbox=outbox,
+            endpoint=endpoint,
+            stages=stages,
+            lifeline=lifeline,
+            profiler=profiler,
         )
         loop.run()
     except Exception as error:
@@ -243,6 +262,8 @@ def _serve(configure: Configure, control: zmq.Socket[bytes], outbox: Outbox, loa
         _await_dismissal(control)
         return 1
     finally:
+        if profiler is not None:
+            profiler.close()
         for stage_to_close in reversed(stages):
             stage_to_close.close()
         if endpoint is not None:

@@ -33,6 +33,7 @@ from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Ta
 from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence, deployed_cadence
 from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.decoder_work import talker_work
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.hidden_rows import from_array
 from triptych.stages.loading import (
@@ -88,7 +89,9 @@ class TalkerStage:
         )
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
         self.cost = StepCost() if by_slack else None
-        self.engine = Engine(setup.scheduler, runner, self.counts, cost=self.cost)
+        sizes = {"weight_bytes": model.head.itemsize, "element_bytes": setup.cache.itemsize}
+        work = talker_work(model.talker_config, **sizes)
+        self.engine = Engine(setup.scheduler, runner, self.counts, work, cost=self.cost)
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
             num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed

@@ -32,6 +32,7 @@ from triptych.models.qwen3_omni.config import OmniConfig, load_config
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.models.qwen3_omni.thinker import Thinker
 from triptych.stages.contract import Outbox, StageContext, Submit
+from triptych.stages.decoder_work import thinker_work
 from triptych.stages.encoding import EncoderLine, Fault
 from triptych.stages.handoffs import Handoffs
 from triptych.stages.hidden_rows import PIECE_ROWS, media_rows, to_array
@@ -101,7 +102,8 @@ class ThinkerStage:
             batch_invariant=batch_invariant,
             between=self._between,
         )
-        self.engine = Engine(setup.scheduler, runner, self.counts)
+        sizes = {"weight_bytes": model.head.itemsize, "element_bytes": setup.cache.itemsize}
+        self.engine = Engine(setup.scheduler, runner, self.counts, thinker_work(config.thinker, **sizes))
         self.sampler = Sampler(
             num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device
         )

@@ -6,6 +6,7 @@ import msgspec
 
 from triptych.config.schema import StageKind
 from triptych.telemetry.histogram import BYTES, SECONDS, SIZES, STEP_SECONDS, TOKENS, Histogram
+from triptych.telemetry.work import Work
 
 
 def _histogram(bounds: tuple[float, ...]) -> Histogram:
@@ -33,6 +34,8 @@ class StageCounts(msgspec.Struct, kw_only=True):
     step_time_s: Histogram = _histogram(STEP_SECONDS)
     batch_size: Histogram = _histogram(SIZES)  # requests in a step
     step_tokens: Histogram = _histogram(TOKENS)  # rows computed, or codec frames decoded, in a step
+    moved_bytes: float = 0.0  # see `Work`; by `step_time_s.total` this is the bandwidth that was achieved
+    flops: float = 0.0
     encoder_step_time_s: Histogram = _histogram(STEP_SECONDS)
     queue_wait_s: Histogram = _histogram(SECONDS)
     gen_time_s: Histogram = _histogram(SECONDS)
@@ -45,6 +48,11 @@ class StageCounts(msgspec.Struct, kw_only=True):
     encoder_queries: int = 0  # images, clips and videos that were looked for among the encoded ones
     encoder_hits: int = 0
     transfers: dict[StageKind, TransferCounts] = {}
+
+    def worked(self, work: Work) -> None:
+        """Count what a step had to do."""
+        self.moved_bytes += work.moved_bytes
+        self.flops += work.flops
 
     def __add__(self, other: StageCounts) -> StageCounts:
         merged = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
 from triptych.models.placement import Layout, Placement
-from triptych.models.qwen3_omni.config import Code2WavConfig
+from triptych.models.qwen3_omni.config import (
+    CONVNEXT_EXPANSION,
+    DILATIONS,
+    KERNEL_SIZE,
+    UPSAMPLE_TAPS,
+    Code2WavConfig,
+)
 from triptych.streaming.attention import WindowedAttention, WindowGeometry, window_geometry
 from triptych.streaming.conv import CausalConv1d, PointwiseConv1d, TransposedConv1d
 from triptych.streaming.state import StreamChunk, StreamState
-
-KERNEL_SIZE = 7
-DILATIONS = (1, 3, 9)
-UPSAMPLE_TAPS = 2  # kernel = taps * stride in the decoder; 1 in the upsampling before it
-CONVNEXT_EXPANSION = 4
 
 
 class Code2Wav(nn.Module):

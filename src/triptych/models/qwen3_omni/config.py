@@ -15,6 +15,12 @@ import msgspec
 from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.config_check import check_config
 
+# The vocoder's shape as far as no config says it.
+KERNEL_SIZE = 7
+DILATIONS = (1, 3, 9)
+UPSAMPLE_TAPS = 2  # kernel = taps * stride in the decoder; 1 in the upsampling before it
+CONVNEXT_EXPANSION = 4
+
 
 class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A transformer decoder: the Thinker's text model, the Talker, or the code predictor (`num_experts` 0)."""
