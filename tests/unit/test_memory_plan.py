@@ -29,6 +29,7 @@ from triptych.models.qwen3_omni.tensor_shapes import tensor_shapes
 from triptych.models.qwen3_omni.thinker import Thinker
 from triptych.models.safetensors_index import INDEX
 from triptych.models.weights import load_weights
+from triptych.pipeline import memory_plan as memory_plan_module
 from triptych.pipeline.footprint import Footprint, weight_parts
 from triptych.pipeline.launch import LaunchPlan, plan
 from triptych.pipeline.memory_advice import advice
@@ -156,6 +157,13 @@ def test_a_folder_without_weights_is_planned_as_the_one_with_them(nano: Path, tm
         CheckpointError, match=r"cannot be worked out: code2wav_config: decoder_dim 33 cannot be halved"
     ):
         tensor_shapes(tmp_path)
+
+
+def test_a_checkpoint_without_a_stage_of_its_config_is_refused(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {name: shape for name, shape in tensor_shapes(nano).items() if not name.startswith("code2wav.")}
+    monkeypatch.setattr(memory_plan_module, "tensor_shapes", lambda folder: shapes)
+    with pytest.raises(CheckpointError, match="holds no weights of the code2wav"):
+        planned(nano)
 
 
 def test_replicas_processes_and_devices_are_told_apart(nano: Path) -> None:

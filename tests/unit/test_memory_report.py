@@ -92,8 +92,7 @@ def test_long_contexts_that_would_not_fit_are_told(nano: Path) -> None:
     text = report(dry_run(nano, "--platform", "cuda", "--device-memory", "8GiB", "--stage-overrides", override))
     assert "cuda:0: fits" in text
     assert (
-        "one has 16384 tokens gathers ~4.0 GiB: if such are to come, lower stages[0].max_num_seqs or max_model_len"
-        in text
+        "answers in the thinker, one of them of 16384 tokens, gathers ~4.0 GiB:\n  if such are to come, lower" in text
     )
 
 

@@ -62,10 +62,10 @@ def _verdict(plan: MemoryPlan, device: DeviceLoad, size: int) -> Iterator[str]:
             more = replica.footprint.longest_decode - replica.workspace_bytes(device.shared(size))
             if more > size - total:
                 yield (
-                    f"  But a step of {replica.config.max_num_seqs} answers in the {replica.name} of which one has "
-                    f"{replica.config.max_model_len} tokens gathers ~{format_bytes(replica.footprint.longest_decode)}: "
-                    f"if such are to come, lower stages[{replica.index}].max_num_seqs or max_model_len."
+                    f"  But a step of {replica.config.max_num_seqs} answers in the {replica.name}, one of them of "
+                    f"{replica.config.max_model_len} tokens, gathers ~{format_bytes(replica.footprint.longest_decode)}:"
                 )
+                yield f"  if such are to come, lower stages[{replica.index}].max_num_seqs or max_model_len."
         return
     yield f"{device.name}: does not fit {format_bytes(size)}."
     for replica in device.replicas:

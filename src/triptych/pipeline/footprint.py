@@ -116,7 +116,7 @@ def _thinker(stage: StageConfig, decoder: DecoderConfig, parts: Parts, on_cpu: b
 def _talker(stage: StageConfig, talker: TalkerConfig, text_vocab: int, parts: Parts, on_cpu: bool) -> Footprint:
     itemsize, hidden = DTYPE_BYTES[stage.dtype], talker.text.hidden_size
     table = text_vocab * hidden * itemsize
-    held = {**parts, "code tables": parts["code tables"] + hidden}  # one more row, which adds nothing
+    held = {**parts, "code tables": parts.get("code tables", 0) + hidden}  # one more row, which adds nothing
     predictor = talker.code_predictor
     position = predictor.num_hidden_layers * 2 * predictor.num_key_value_heads * predictor.head_dim
     frames = sum(_batch_sizes(stage)) * talker.num_code_groups * position * itemsize

@@ -19,7 +19,7 @@ def advice(plan: MemoryPlan, device: str, size: int) -> list[str]:
     found: list[str] = []
     seen: set[tuple[int, str]] = set()
     for replica in plan.devices[device].replicas:
-        for key, value in _candidates(replica, size):
+        for key, value in _candidates(replica):
             if (replica.index, key) in seen:
                 continue
             if plan.changed(replica.index, **{key: value}).devices[device].fits(size):
@@ -31,7 +31,7 @@ def advice(plan: MemoryPlan, device: str, size: int) -> list[str]:
     return found
 
 
-def _candidates(replica: ReplicaLoad, size: int) -> Iterator[Change]:
+def _candidates(replica: ReplicaLoad) -> Iterator[Change]:
     """Values to try, of each key the nearest first."""
     stage = replica.config
     if stage.dtype == "float32":

@@ -15,6 +15,7 @@ import msgspec
 from triptych.config.schema import ConnectorExtra, DeployConfig, StageConfig, StageKind
 from triptych.config.units import DTYPE_BYTES
 from triptych.engine.kv_budget import bytes_per_block, cache_budget, least_blocks, most_blocks, offered_blocks
+from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.tensor_shapes import tensor_shapes
 from triptych.pipeline.footprint import Footprint, Parts, footprint, weight_parts
@@ -179,7 +180,12 @@ class MemoryPlan:
 def memory_plan(launch: LaunchPlan) -> MemoryPlan:
     """Plan a deployment from the headers of its checkpoint's files or, where there are none, from its `config.json`.
 
-    Raises CheckpointError, see `tensor_shapes`.
+    Raises CheckpointError, see `tensor_shapes`, and where a stage has no weights at all.
     """
     parts = weight_parts(tensor_shapes(launch.model_dir))
+    for stage in launch.deploy.stages:
+        if not parts[stage.stage]:
+            raise CheckpointError(
+                f"{launch.model_dir} holds no weights of the {stage.stage}, which its config.json has"
+            )
     return MemoryPlan(deploy=launch.deploy, config=launch.config, parts=parts)
