@@ -52,15 +52,9 @@ def test_what_no_stage_could_load_is_refused(
 
 
 def test_the_caches_of_all_replicas_must_fit_the_machine(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talker = plan(str(nano), platform="cpu").config.talker
-    assert talker is not None
-    block_bytes = bytes_per_block(
-        layers=talker.text.num_hidden_layers,
-        block_size=16,
-        kv_heads=talker.text.num_key_value_heads,
-        head_dim=talker.text.head_dim,
-        itemsize=4,
-    )
+    launch = plan(str(nano), platform="cpu")
+    assert launch.config.talker is not None
+    block_bytes = bytes_per_block(launch.deploy.stages[1], launch.config.talker.text, itemsize=4)
     monkeypatch.setattr(os, "sysconf", lambda name: 3 * 2**28 if name == "SC_PHYS_PAGES" else 1)
     override = {"num_kv_blocks": 2**29 // block_bytes}
     plan(str(nano), platform="cpu", stage_overrides={"1": override})

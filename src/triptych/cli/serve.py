@@ -79,11 +79,19 @@ def command(
     ] = None,
     platform: PlatformOption = None,
     log_level: LogLevelOption = LogLevel.info,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved deploy config and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved deploy config and what memory it takes, and stop.")
+    ] = False,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(help="Plan --dry-run for CUDA devices of this size, e.g. 80GiB.", metavar="SIZE"),
+    ] = None,
 ) -> None:
     """Serve MODEL behind an OpenAI-compatible API."""
+    from triptych.cli.memory_report import memory_report
     from triptych.config.resolve import to_yaml
     from triptych.media.source import MediaSource
+    from triptych.pipeline.memory_plan import memory_plan
 
     log.configure(log_level.value)
     if omni and text_only:
@@ -95,6 +103,7 @@ def command(
             "--limit-mm-per-prompt is not in this version: all kinds of media have one limit together, "
             "media.max_parts in the deploy file"
         )
+    device_bytes = _device_bytes(device_memory, dry_run)
     with stoppable():  # until the event loop takes the signals over
         flags = {
             "async_chunk": async_chunk,
@@ -105,13 +114,32 @@ def command(
         plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
         if dry_run:
             asyncio.run(MediaSource(plan.deploy.media).close())  # raises for a folder or a host that cannot be
-            typer.echo(to_yaml(plan.deploy), nl=False)
+            typer.echo(to_yaml(plan.deploy) + memory_report(memory_plan(plan), device_bytes), nl=False)
             return
         listener = bind(host, port)
         status = asyncio.run(
             _serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value)
         )
         raise typer.Exit(status)
+
+
+def _device_bytes(text: str | None, dry_run: bool) -> int | None:
+    """The size that `--device-memory` gives. Raises ConfigError."""
+    from triptych.config.units import parse_bytes
+
+    if text is None:
+        return None
+    if not dry_run:
+        raise ConfigError(
+            "a server asks its devices for their size; it is --dry-run that plans for another", "--device-memory"
+        )
+    try:
+        size = parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(str(error), "--device-memory") from error
+    if size < 1:
+        raise ConfigError(f"{text!r} is no memory at all; write for example 80GiB", "--device-memory")
+    return size
 
 
 def _media_flags(local_path: str | None, domains: list[str] | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,26 @@ def num_cuda_devices() -> int:
     if visible is None:
         return present
     return min(present, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+
+
+def cuda_memory_bytes(index: int) -> int | None:
+    """Bytes of the CUDA device that torch numbers `index`, as the driver says; None where there is no such device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), index)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    )
+    return None if failed else size.value
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def detect_platform() -> Platform:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of one element
+
 _FACTORS = {
     "": 1,
     "b": 1,

@@ -7,6 +7,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+# Rows made ahead of the oldest request may weigh this much, or the cache's bytes if those are more.
+AHEAD_BYTES = 256 * 1024**2
+
 V = TypeVar("V")
 
 

@@ -10,20 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.config.schema import StageConfig
-from triptych.engine.kv_budget import granted_blocks
+from triptych.engine.kv_budget import cache_budget, granted_blocks
 
 
 def num_blocks(config: StageConfig, bytes_per_block: int, device: torch.device, taken_bytes: int) -> int:
-    """How many blocks the deploy config pays for, see `granted_blocks`.
+    """How many blocks the deploy config pays for on `device`, see `cache_budget` and `granted_blocks`.
 
-    The cache has `kv_cache_bytes` on a CPU. On a GPU `gpu_memory_utilization` is this stage's share of the card, and
-    its cache gets what `taken_bytes` (weights, encoded media) leave of that. Raises ConfigError when a single context
-    does not fit.
+    Raises ConfigError when a single context does not fit.
     """
-    cache_bytes = config.kv_cache_bytes
-    if device.type == "cuda":
-        _, total = torch.cuda.mem_get_info(device)
-        cache_bytes = int(total * config.gpu_memory_utilization) - taken_bytes
+    device_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+    cache_bytes = cache_budget(config, taken_bytes, device_bytes)
     return granted_blocks(config, bytes_per_block, cache_bytes, f"stages[{config.stage_id}]")
 
 

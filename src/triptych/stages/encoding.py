@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from triptych.engine.encoder_cache import EncoderCache
+from triptych.engine.encoder_cache import AHEAD_BYTES, EncoderCache
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.encoders import Encoders, encoder_prefixes
 from triptych.models.qwen3_omni.patches import patchify
@@ -24,9 +24,6 @@ from triptych.stages.media_slices import EncoderItem, Slice, check_item, slices
 from triptych.telemetry.histogram import STEP_SECONDS, Histogram
 
 logger = logging.getLogger(__name__)
-
-# Rows made ahead of the oldest request may weigh this much, or the cache's bytes if those are more.
-AHEAD_BYTES = 256 * 1024**2
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,15 +114,7 @@ def set_up_decoder(
 
     `keep_hidden`: the cache has room for one hidden state a row.
     """
-    hidden_size = decoder.hidden_size if keep_hidden else 0
-    per_block = bytes_per_block(
-        layers=decoder.num_hidden_layers,
-        block_size=config.block_size,
-        kv_heads=decoder.num_key_value_heads,
-        head_dim=decoder.head_dim,
-        itemsize=dtype.itemsize,
-        hidden_size=hidden_size,
-    )
+    per_block = bytes_per_block(config, decoder, dtype.itemsize, keep_hidden=keep_hidden)
     blocks = num_blocks(config, per_block, device, taken_bytes)
     cache = KVCache(
         layers=decoder.num_hidden_layers,
@@ -132,7 +124,7 @@ def set_up_decoder(
         head_dim=decoder.head_dim,
         dtype=dtype,
         device=device,
-        hidden_size=hidden_size,
+        hidden_size=decoder.hidden_size if keep_hidden else 0,
     )
     scheduler = Scheduler(scheduler_config(config, blocks))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)

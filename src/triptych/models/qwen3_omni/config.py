@@ -136,6 +136,12 @@ class OmniConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     sample_rate: int = 24000
 
+    def decoder(self, stage: str) -> DecoderConfig | None:
+        """The decoder that a stage steps with a KV cache; None for Code2Wav, and where the checkpoint has no speech."""
+        if stage == "thinker":
+            return self.thinker
+        return self.talker.text if stage == "talker" and self.talker is not None else None
+
     @property
     def default_speaker(self) -> str | None:
         """The voice used when a request names none: the first in the checkpoint."""
