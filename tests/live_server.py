@@ -67,6 +67,11 @@ class LiveServer:
                 found.setdefault(sample.name.removeprefix("triptych:"), {})[label] = sample.value
         return found
 
+    def settled_metrics(self) -> dict[str, dict[str, float]]:
+        """The same, when every stage has told the latest: what ran before this call is in it."""
+        time.sleep(1.1 * HEARTBEAT_S)
+        return self.metrics()
+
     def held(self) -> dict[str, float]:
         """Everything that requests occupy and that is not free, by name."""
         metrics = self.metrics()
