@@ -88,7 +88,7 @@ def test_the_client_and_the_server_count_the_same(server: LiveServer, tmp_path: 
     assert ceilings["setting"] == {"dtype": "float32", "threads": 1, "device": "cpu"}
     stages = {stage["stage"]: stage for stage in found["server"]["stages"]}
     assert set(stages) == {"thinker", "talker", "code2wav"} and "of memory's" in done.stdout
-    # Each side sees the stages as of their last heartbeats, so counts may differ by the steps of a second at either end.
+    # Each side sees the stages as of their last heartbeats, so they may differ by a second's steps.
     settled = server.settled_metrics()
     for name, stage in stages.items():
         total = settled["stage_step_time_s_count"][name]
