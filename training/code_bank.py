@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from training.alignment import Phones, words_of_frames
 from training.domain import Split
 from training.evaluate_codec import load_codec
 from training.speech import speech_store
@@ -23,8 +24,10 @@ class CodeBank:
 
     def __init__(self, store: SpeechStore, frames: list[Frames]) -> None:
         self._frames: dict[str, dict[str, Frames]] = {}
+        self._phones: dict[tuple[str, str], Phones] = {}
         for utterance, part in zip(store.utterances, frames, strict=True):
             self._frames.setdefault(utterance.sentence, {})[utterance.voice] = part
+            self._phones[utterance.sentence, utterance.voice] = utterance.phones
         self.sentences = sorted(self._frames)
 
     def voices(self, sentence: str) -> list[str]:
@@ -33,6 +36,10 @@ class CodeBank:
 
     def frames(self, sentence: str, voice: str) -> Frames:
         return self._frames[sentence][voice]
+
+    def said(self, sentence: str, voice: str) -> tuple[list[int | None], list[str]]:
+        """Per frame the index of the word that is said, None in pauses, and the phone."""
+        return words_of_frames(sentence, voice, self._phones[sentence, voice], len(self.frames(sentence, voice)))
 
     def __contains__(self, sentence: str) -> bool:
         return sentence in self._frames

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 Split = Literal["train", "held_out"]
 HELD_OUT_ONE_IN = 12
+LONG_PHRASE = 9  # words
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -357,6 +358,13 @@ def draw(rng: random.Random, split: Split) -> Sample:
 def draw_sum(rng: random.Random, split: Split) -> Sample:
     """One sum or difference of a split: what takes longest to learn."""
     while (sample := _arithmetic(rng)).closed or sample.split != split:
+        pass
+    return sample
+
+
+def draw_long(rng: random.Random, split: Split) -> Sample:
+    """Many words in any order, to repeat: what is lost first."""
+    while (sample := _repeat(rng)).split != split or len(sample.answer.split()) < LONG_PHRASE:
         pass
     return sample
 

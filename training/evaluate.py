@@ -12,26 +12,24 @@ import base64
 import io
 import json
 import random
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
 import openai
-from PIL import Image
 
 from training.domain import ONES, samples, typed
 from training.media import MediaSample, picture_sample, spoken_sample
+from training.pictures import Picture
 from training.pitch import voice_of
 from training.recogniser import transcribe
 from training.scoring import errors, fold, word_error_rate
 from training.teacher import FRAME, SAMPLE_RATE, Waveform, speak
 from training.tiny_config import SPEAKERS
+from triptych.bench.server import served
 
 CONCURRENCY = 16
 VIDEO_RATE = 2  # frames a second, as sampled
@@ -70,19 +68,19 @@ def wav_part(waveform: Waveform) -> dict[str, Any]:
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-def picture_part(pictures: Sequence[Image.Image], *, video: bool) -> dict[str, Any]:
+def picture_part(pictures: Sequence[Picture], *, video: bool) -> dict[str, Any]:
     """A picture as PNG, or the frames of a video as an MP4 file of two frames a second."""
     file = io.BytesIO()
     if not video:
-        pictures[0].save(file, "PNG")
+        pictures[0].image.save(file, "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
         return {"type": "image_url", "image_url": {"url": url}}
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=VIDEO_RATE, options={"qscale": "2"})
-        stream.width, stream.height = pictures[0].size
+        stream.width, stream.height = pictures[0].image.size
         stream.pix_fmt = "yuv420p"
         for picture in pictures:
-            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            container.mux(stream.encode(av.VideoFrame.from_image(picture.image)))
         container.mux(stream.encode(None))
     url = "data:video/mp4;base64," + base64.b64encode(file.getvalue()).decode()
     return {"type": "video_url", "video_url": {"url": url}}
@@ -113,7 +111,7 @@ def spoken(count: int) -> list[Asked]:
     found = []
     for index in range(count):
         sample = spoken_sample(rng, "held_out")
-        said = wav_part(speak(sample.spoken, voices[index % len(voices)]))
+        said = wav_part(speak(sample.spoken, voices[index % len(voices)]).samples)
         found.append(Asked("spoken", _conversation(sample.history, [said]), sample.answer))
     return found
 
@@ -142,29 +140,6 @@ def digits(count: int) -> list[Asked]:
         Asked("digits", _conversation([], f"say: {words}"), words, names[index % len(names)])
         for index, words in enumerate(said)
     ]
-
-
-@asynccontextmanager
-async def served(model: str, log: Path) -> AsyncIterator[str]:
-    """A server of a model on a free port; its URL. Raises RuntimeError when it does not start."""
-    command = [sys.executable, "-m", "triptych", "serve", model]
-    command += ["--served-model-name", "tiny", "--port", "0"]
-    with log.open("wb") as file:
-        process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=subprocess.PIPE)
-        said = process.stderr
-        assert said is not None
-        try:
-            async with asyncio.timeout(_LOAD_S):
-                while not (line := (await said.readline()).decode()).startswith("ready in"):
-                    file.write(line.encode())
-                    if not line:
-                        raise RuntimeError(f"the server did not start; see {log}")
-            reading = asyncio.create_task(said.read())  # or a full pipe would stop it
-            yield line.split(" at ")[1].strip()
-        finally:
-            process.terminate()
-            await process.wait()
-        file.write(await reading)
 
 
 async def ask(client: openai.AsyncOpenAI, asked: Asked, seed: int) -> Reply:
@@ -233,17 +208,18 @@ def score_teacher(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[
     """Word errors of the teacher, saying the same texts in the same voices."""
     texts = [reply.text for reply in replies]
     taught = [
-        transcribe(speak(reply.text, SPEAKERS[asked.voice]))
+        transcribe(speak(reply.text, SPEAKERS[asked.voice]).samples)
         for asked, reply in zip(questions, replies, strict=True)
         if asked.voice is not None
     ]
     return {"wer_teacher": round(100 * word_error_rate(texts, taught), 2)}
 
 
-async def evaluate(model: str, count: int, log: Path) -> dict[str, Any]:
+async def evaluate(model: str, count: int) -> dict[str, Any]:
     """Everything, as one JSON object: by kind of question."""
     report: dict[str, Any] = {}
-    async with served(model, log) as url:
+    async with served(model, "--served-model-name", "tiny", start_s=_LOAD_S) as server:
+        url = server.url
         questions = written(count)
         replies = await ask_all(url, questions, CONCURRENCY)
         report["written"] = score_text(questions, replies) | score_speech(questions, replies)
@@ -263,9 +239,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint folder, or tiny")
     parser.add_argument("--count", type=int, default=200, help="questions of each kind")
-    parser.add_argument("--log", type=Path, default=Path("evaluate.serve.log"), help="where the server's output goes")
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(evaluate(arguments.model, arguments.count, arguments.log)), indent=1))
+    print(json.dumps(asyncio.run(evaluate(arguments.model, arguments.count)), indent=1))
 
 
 if __name__ == "__main__":

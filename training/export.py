@@ -22,6 +22,8 @@ from triptych.models.qwen3_omni.synthetic_cache import MARKER
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id, write_tokenizer
 
 STORED = torch.float16  # half the size; config.json says float32, so every loader computes in that
+SHARPER = 4.0  # residual codes are drawn at temperature 1 by every loader; with their heads scaled, that is a quarter
+RESIDUAL_HEADS = "talker.code_predictor.lm_head."
 _HEAD_ROOM = 60_000.0  # float16 ends at 65,504
 
 
@@ -29,11 +31,16 @@ def trained_tensors(work: Path) -> dict[str, Tensor]:
     """Every trained tensor by the class's name. Raises FileNotFoundError where a stage was never trained."""
     codec, _ = load_codec(work)
     tensors = {f"code2wav.{name}": tensor for name, tensor in codec.decoder.state_dict().items()}
-    tensors |= _trained(work, "talker")
+    for name, part in _trained(work, "talker").items():
+        if name.startswith("talker."):  # the heads of its auxiliary losses have done their work
+            tensors[name] = part * SHARPER if name.startswith(RESIDUAL_HEADS) else part
     if (work / "senses" / "state.pt").exists():  # the whole Thinker, under the class's names
-        return tensors | {f"thinker.{name}": tensor for name, tensor in _trained(work, "senses").items()}
-    for name, tensor in _trained(work, "thinker").items():
-        tensors[f"thinker.{name.replace('model.', 'model.language_model.', 1)}"] = tensor
+        return tensors | {f"thinker.{name}": part for name, part in _trained(work, "senses").items()}
+    for name, part in _trained(work, "thinker").items():
+        tensors[f"thinker.{name.replace('model.', 'model.language_model.', 1)}"] = part
+    for stage, place in (("eyes", "visual"), ("ears", "audio_tower")):
+        if (work / stage / "state.pt").exists():
+            tensors |= {f"thinker.model.{place}.{name}": part for name, part in _trained(work, stage).items()}
     return tensors
 
 

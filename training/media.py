@@ -6,8 +6,6 @@ import random
 from dataclasses import dataclass, field
 from typing import Literal
 
-from PIL import Image
-
 from training.domain import (
     CAUSES,
     COLOURS,
@@ -23,7 +21,7 @@ from training.domain import (
     number,
     report,
 )
-from training.pictures import draw_number, draw_shape, draw_video
+from training.pictures import Picture, draw_number, draw_shape, draw_video
 
 MediaKind = Literal["spoken", "picture", "figure", "picture_triage", "video"]
 VIDEO_FRAMES = (4, 4, 6)
@@ -38,7 +36,7 @@ class MediaSample:
     answer: str
     history: tuple[Exchange, ...] = ()
     spoken: str = ""
-    pictures: list[Image.Image] = field(default_factory=list)
+    pictures: list[Picture] = field(default_factory=list)
 
     @property
     def is_video(self) -> bool:
@@ -55,9 +53,10 @@ def spoken_sample(rng: random.Random, split: Split) -> MediaSample:
             )
 
 
-def picture_sample(rng: random.Random, split: Split) -> MediaSample:
+def picture_sample(rng: random.Random, split: Split, kind: MediaKind | None = None) -> MediaSample:
     """A question about a picture or a video. No two pictures are alike, so only numbers are kept apart by split."""
-    kind: MediaKind = rng.choices(("picture", "figure", "picture_triage", "video"), (0.45, 0.3, 0.13, 0.12))[0]
+    if kind is None:
+        kind = rng.choices(("picture", "figure", "picture_triage", "video"), (0.45, 0.3, 0.13, 0.12))[0]
     colour, shape = rng.choice(COLOURS), rng.choice(SHAPES)
     if kind == "figure":
         return _figure(rng, split)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
@@ -13,6 +13,7 @@ from triptych.models.qwen3_omni.bridge import talker_prompt_rows, talker_prompt_
 from triptych.models.qwen3_omni.config import OmniConfig
 
 NO_CODE = -1  # a row without codec part, or with codebook 0 alone
+UNKNOWN = -100  # a frame in which no word is said
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class SpeechExample:
     codes: list[list[int]]
     frames: list[list[int]]
     first: int
+    words: list[int] = field(default_factory=list)  # [frames], the token said in each, UNKNOWN in pauses
+    phones: list[int] = field(default_factory=list)  # [frames]
 
 
 def chat(tokenizer: Tokenizer, history: Sequence[Exchange], question: str, system: str | None = None) -> list[int]:

@@ -9,11 +9,20 @@ from pathlib import Path
 
 import torch
 
-from training import evaluate_codec, export, train_codec, train_eyes, train_senses, train_talker, train_thinker
+from training import (
+    evaluate_codec,
+    export,
+    train_codec,
+    train_ears,
+    train_eyes,
+    train_senses,
+    train_talker,
+    train_thinker,
+)
 from training.speech import speech_store
 
-STAGES = ("speech", "codec", "thinker", "eyes", "senses", "talker", "export")
-CODEC_STEPS, THINKER_STEPS, EYES_STEPS, SENSES_STEPS, TALKER_STEPS = 6000, 6000, 6000, 6000, 12_000
+STAGES = ("speech", "codec", "thinker", "eyes", "ears", "senses", "talker", "export")
+STEPS = {"codec": 6000, "thinker": 6000, "eyes": 6000, "ears": 3000, "senses": 6000, "talker": 12_000}
 
 
 def main() -> None:
@@ -22,11 +31,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the checkpoint; WORK/checkpoint when not given")
     parser.add_argument("--only", choices=STAGES, help="run one stage alone")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--codec-steps", type=int, default=CODEC_STEPS)
-    parser.add_argument("--thinker-steps", type=int, default=THINKER_STEPS)
-    parser.add_argument("--eyes-steps", type=int, default=EYES_STEPS)
-    parser.add_argument("--senses-steps", type=int, default=SENSES_STEPS)
-    parser.add_argument("--talker-steps", type=int, default=TALKER_STEPS)
+    for name, steps in STEPS.items():
+        parser.add_argument(f"--{name}-steps", type=int, default=steps)
     arguments = parser.parse_args()
     work: Path = arguments.work
     torch.set_num_threads(arguments.threads)
@@ -40,6 +46,7 @@ def main() -> None:
         "codec": codec,
         "thinker": lambda: train_thinker.train(work, arguments.thinker_steps),
         "eyes": lambda: train_eyes.train(work, arguments.eyes_steps),
+        "ears": lambda: train_ears.train(work, arguments.ears_steps),
         "senses": lambda: train_senses.train(work, arguments.senses_steps),
         "talker": lambda: train_talker.train(work, arguments.talker_steps),
         "export": lambda: export.export(work, arguments.out or work / "checkpoint"),

@@ -9,7 +9,7 @@ from training.domain import Split, sentences
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
-TRAIN_SENTENCES, HELD_OUT_SENTENCES = 12_000, 300
+TRAIN_SENTENCES, HELD_OUT_SENTENCES = 28_000, 300
 
 
 def speech_store(work: Path, split: Split = "train") -> SpeechStore:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ class Utterance:
     voice: str
     start: int
     samples: int
+    phones: list[tuple[str, float]] = field(default_factory=list)  # each with the second at which it ends
 
 
 class SpeechStore:
@@ -52,9 +53,12 @@ def build_store(folder: Path, sentences: Sequence[tuple[str, str]], threads: int
     total = 0
     with ThreadPoolExecutor(threads) as pool:
         for (sentence, voice), speech in zip(sentences, pool.map(lambda pair: speak(*pair), sentences), strict=True):
-            parts.append(np.round(speech * 32767).astype(np.int16))
-            index.append({"sentence": sentence, "voice": voice, "start": total, "samples": len(speech)})
-            total += len(speech)
+            parts.append(np.round(speech.samples * 32767).astype(np.int16))
+            length = len(speech.samples)
+            index.append(
+                {"sentence": sentence, "voice": voice, "start": total, "samples": length, "phones": speech.phones}
+            )
+            total += length
     np.save(folder / "samples.npy", np.concatenate(parts))
     partial = folder / "index.partial"
     partial.write_text(json.dumps(index), encoding="utf-8")

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import tempfile
 import wave
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,16 @@ _GAIN = {"rms": 1.8, "slt": 0.95}  # to about the same loudness, peaks below one
 Waveform = NDArray[np.float32]
 
 
-def speak(sentence: str, voice: str) -> Waveform:
-    """One sentence as float32 in [-1, 1] at 24 kHz, silence trimmed, padded to whole frames.
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """24 kHz samples in [-1, 1], whole frames; each phone that flite said, with the second at which it ends."""
+
+    samples: Waveform
+    phones: list[tuple[str, float]]
+
+
+def speak(sentence: str, voice: str) -> Speech:
+    """One sentence, silence around it trimmed, padded to whole frames.
 
     Raises ValueError for an unknown voice and RuntimeError where flite is missing, fails or says nothing.
     """
@@ -35,8 +44,8 @@ def speak(sentence: str, voice: str) -> Waveform:
         raise RuntimeError("flite is not installed; on Debian: apt-get install flite")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "speech.wav"
-        command = ["flite", "-voice", VOICES[voice], "-t", sentence, "-o", str(path)]
-        subprocess.run(command, check=True, capture_output=True)
+        command = ["flite", "-voice", VOICES[voice], "-psdur", "-t", sentence, "-o", str(path)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         with wave.open(str(path)) as file:
             if file.getframerate() != _NATIVE_RATE or file.getnchannels() != 1:
                 raise RuntimeError(f"flite wrote {file.getframerate()} Hz, {file.getnchannels()} channels")
@@ -48,4 +57,8 @@ def speak(sentence: str, voice: str) -> Waveform:
     end = sounding[-1] + int(_TAIL * _NATIVE_RATE)
     speech = soxr.resample(native[start:end], _NATIVE_RATE, SAMPLE_RATE, quality="HQ")
     speech = np.clip(speech * _GAIN[voice], -1, 1).astype(np.float32)
-    return np.pad(speech, (0, -len(speech) % FRAME))
+    phones = [
+        (phone, round(float(second) - start / _NATIVE_RATE, 3))
+        for phone, _, second in (entry.partition(":") for entry in said.split())
+    ]
+    return Speech(np.pad(speech, (0, -len(speech) % FRAME)), phones)

@@ -63,10 +63,10 @@ DIMENSIONS = Dimensions(
     code2wav=Decoder(hidden=0, layers=0, heads=0, kv_heads=0, head_dim=0, intermediate=0),  # DECODER says
     decoder_dim=0,
     audio_tower=(128, 3),
-    vision_tower=(96, 3),
+    vision_tower=(128, 4),
     waveform_gain=0.0,
 )
-# Pictures stay small; the frames of a video are as large as the family's processor makes them at the least.
+# Every picture is seen at one size; the frames of a video are as large as the family's processor makes them at least.
 PREPROCESSOR = PreprocessorConfig(
     patch_size=16,
     temporal_patch_size=2,
@@ -74,8 +74,8 @@ PREPROCESSOR = PreprocessorConfig(
     image_mean=(0.5, 0.5, 0.5),
     image_std=(0.5, 0.5, 0.5),
     rescale_factor=1 / 255,
-    image_min_pixels=3136,
-    image_max_pixels=50_176,
+    image_min_pixels=96 * 96,
+    image_max_pixels=96 * 96,
     frame_min_pixels=128 * 32 * 32,
     frame_max_pixels=768 * 32 * 32,
     fps=2.0,

@@ -18,17 +18,16 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 from training.checkpoints import load_state, resume, save_step, seed_step
 from training.command import run_trainer
 from training.log import TrainingLog
-from training.naming import Names
+from training.naming import Names, names_of
 from training.parts import widen
 from training.schedule import cosine, set_rate, step_generator
 from training.senses import IGNORED, SenseBatch, SenseExamples, Turn, question_store
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
-from training.train_eyes import picture_names
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
-PEAK_RATE, SEED = 1e-3, 7
-WRITTEN, SPOKEN, SEEN = 8, 12, 12  # samples of a step
+PEAK_RATE, SEED = 7e-4, 7
+WRITTEN, SPOKEN, SEEN = 10, 20, 7  # samples of a step
 NAMING = 0.5  # weight of the encoders' auxiliary losses
 _HEARD_OR_READ = ("written", "spoken")
 
@@ -102,10 +101,10 @@ def losses_of(thinker: Any, names: Names, batch: SenseBatch) -> tuple[Tensor, Te
     """The mean loss of each example's answers [B], and of the names of what a batch of one sense holds."""
     with encoder_rows(thinker) as rows:
         answers = answer_losses(thinker, batch)
-    if not batch.words:
+    if not batch.rows:
         return answers, answers.new_zeros(())
     parts = rows[0].split(batch.rows)
-    return answers, names.heard(parts, batch.words) if batch.kinds[0] == "spoken" else names.seen(parts, batch.words)
+    return answers, names.heard(parts, batch.words) if batch.words else names.seen(parts, batch.covered)
 
 
 def answer_losses(thinker: Any, batch: SenseBatch) -> Tensor:
@@ -116,7 +115,7 @@ def answer_losses(thinker: Any, batch: SenseBatch) -> Tensor:
 
 
 def first_thinker(work: Path, raw: dict[str, Any]) -> Any:
-    """The Thinker to begin with: the text decoder and the eyes trained under `work`.
+    """The Thinker to begin with: the text decoder, the eyes and the ears trained under `work`.
 
     Raises FileNotFoundError where the text decoder is not trained.
     """
@@ -125,8 +124,9 @@ def first_thinker(work: Path, raw: dict[str, Any]) -> Any:
         raise FileNotFoundError(f"{work / 'thinker' / 'state.pt'} does not exist; train the thinker first")
     thinker = build_thinker(raw)
     load_text(thinker, text["model"])
-    if eyes := load_state(work / "eyes" / "state.pt"):
-        thinker.model.visual.load_state_dict(eyes["model"])
+    for stage, encoder in (("eyes", thinker.model.visual), ("ears", thinker.model.audio_tower)):
+        if state := load_state(work / stage / "state.pt"):
+            encoder.load_state_dict(state["model"])
     return thinker
 
 
@@ -143,7 +143,7 @@ def train(work: Path, steps: int) -> None:
     thinker = (build_thinker(raw) if begun else first_thinker(work, raw)).train()
     parameters = [parameter for parameter in thinker.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    names = picture_names(tokenizer)
+    names = names_of(tokenizer)
     step = resume(folder / "state.pt", thinker, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
@@ -159,7 +159,7 @@ def train(work: Path, steps: int) -> None:
         for part in of_one_length(turns):
             losses, naming = losses_of(thinker, names, SenseBatch(part, pad))
             ((losses.sum() + NAMING * len(part) * naming) / len(turns)).backward()
-            if part[0].words:
+            if part[0].kind != "written":
                 named = "heard_names" if part[0].kind == "spoken" else "seen_names"
                 by_sense.setdefault(named, []).append(naming.item())
             for turn, loss in zip(part, losses.tolist(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from training.alignment import PHONES, tokens_of_words
 from training.checkpoints import resume, save_step, seed_step
 from training.code_bank import CodeBank, build_bank
 from training.command import run_trainer
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import build_talker, text_embedding
-from training.rows import NO_CODE, SpeechExample, chat, speech_example
+from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch, set_rate
 from training.tiny_config import SPEAKERS, tiny_config
 from training.tokenizer import build_tokenizer
@@ -32,6 +34,7 @@ SPOILT_ANSWERS, SPOILT_FRAMES = 0.5, 0.15  # of the frames read back, so that th
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
+NAMING, NAMING_LAYER = 0.3, 1  # weight and place of the auxiliary losses: what is said next has to be known half way up
 _MEDIA = (
     ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -61,7 +64,15 @@ class SpokenExamples:
         prompt = chat(self.tokenizer, sample.history, question)
         frames = self.bank.frames(answer, voice)
         [speaker] = [name for name, teacher in SPEAKERS.items() if teacher == voice]
-        return speech_example(prompt, self.tokenizer.encode(answer).ids, frames.tolist(), speaker, self.config)
+        tokens = self.tokenizer.encode(answer)
+        example = speech_example(prompt, tokens.ids, frames.tolist(), speaker, self.config)
+        words, phones = self.bank.said(answer, voice)
+        token_of = tokens_of_words(answer, tokens.offsets)
+        return replace(
+            example,
+            words=[UNKNOWN if word is None else tokens.ids[token_of[word]] for word in words],
+            phones=[PHONES.index(phone) for phone in phones],
+        )
 
 
 def with_media(rng: random.Random, question: str) -> str:
@@ -82,6 +93,11 @@ class TalkerTrainee(nn.Module):
     def __init__(self, raw: dict[str, Any]) -> None:
         super().__init__()
         self.talker = build_talker(raw)
+        hidden = raw["talker_config"]["text_config"]["hidden_size"]
+        self.word_head = nn.Linear(hidden, raw["thinker_config"]["text_config"]["vocab_size"])
+        self.phone_head = nn.Linear(hidden, len(PHONES))
+        self._inside: list[Tensor] = []
+        self.talker.model.layers[NAMING_LAYER].register_forward_hook(lambda *call: self._keep(call[-1]))
         config = raw["thinker_config"]["text_config"]
         self.register_buffer("embedding", text_embedding(config["vocab_size"], config["hidden_size"]), persistent=False)
         thinker = raw["thinker_config"]
@@ -89,6 +105,9 @@ class TalkerTrainee(nn.Module):
         self.register_buffer("media_ids", torch.tensor(media), persistent=False)
         self.groups: int = raw["talker_config"]["num_code_groups"]
         self.end: int = raw["talker_config"]["codec_eos_token_id"]
+
+    def _keep(self, states: Tensor | tuple[Tensor, ...]) -> None:
+        self._inside = [states if isinstance(states, Tensor) else states[0]]
 
     def embed(self, text_ids: Tensor, codes: Tensor) -> Tensor:
         """text_ids [B, R], codes [B, R, groups], NO_CODE where there is none -> input rows [B, R, hidden]."""
@@ -116,6 +135,8 @@ class TalkerTrainee(nn.Module):
         speaking = torch.nonzero(batch.targets[:, 0] != self.end).flatten()
         if predicted is not None and len(speaking) > predicted:
             speaking = speaking[torch.randperm(len(speaking))[:predicted]]
+        inside = self._inside.pop()[batch.rows, batch.columns]
+        words, phones = self.word_head(inside), self.phone_head(inside)
         frames = batch.targets[speaking]
         residual = self.residual_logits(hidden[speaking], frames)
         wanted = frames[:, 1:]
@@ -123,7 +144,10 @@ class TalkerTrainee(nn.Module):
         return {
             "first": F.cross_entropy(logits, batch.targets[:, 0]),
             "residual": F.cross_entropy(residual.flatten(0, 1), wanted.flatten()),
+            "word": F.cross_entropy(words, batch.words, ignore_index=UNKNOWN),
+            "phone": F.cross_entropy(phones, batch.phones, ignore_index=UNKNOWN),
             "first_right": (logits.argmax(-1) == batch.targets[:, 0]).float().mean(),
+            "word_right": (words.argmax(-1) == batch.words)[batch.words != UNKNOWN].float().mean(),
             "second_right": right[:, 0].float().mean(),
             "residual_right": right.float().mean(),
         }
@@ -137,7 +161,7 @@ class Batch:
         groups = len(examples[0].codes[0])
         self.text_ids = torch.full((len(examples), longest), pad)
         self.codes = torch.full((len(examples), longest, groups), NO_CODE)
-        rows, columns, targets = [], [], []
+        rows, columns, targets, words, phones = [], [], [], [], []
         for index, example in enumerate(examples):
             self.text_ids[index, : len(example.text_ids)] = torch.tensor(example.text_ids)
             self.codes[index, : len(example.codes)] = torch.tensor(example.codes)
@@ -145,7 +169,10 @@ class Batch:
                 rows.append(index)
                 columns.append(example.first + offset)
                 targets.append(frame)
+            words += [*example.words, UNKNOWN]
+            phones += [*example.phones, UNKNOWN]
         self.rows, self.columns, self.targets = torch.tensor(rows), torch.tensor(columns), torch.tensor(targets)
+        self.words, self.phones = torch.tensor(words), torch.tensor(phones)
 
     def spoil(self, codebook: int) -> None:
         """Replace some frames that are read back by random ones, in some answers. The targets stay."""
@@ -199,7 +226,7 @@ def train(work: Path, steps: int) -> None:
         batch.spoil(codebook)
         values = trainee(batch, PREDICTED_FRAMES)
         optimizer.zero_grad()
-        (values["first"] + values["residual"]).backward()
+        (values["first"] + values["residual"] + NAMING * (values["word"] + values["phone"])).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1

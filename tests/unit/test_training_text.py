@@ -160,6 +160,9 @@ def test_styling_changes_only_capitals_and_the_last_mark() -> None:
         ("three times four is twelve", "3 x 4 equals 12"),
         ("one hundred forty two", "One hundred and forty-two"),
         ("ninety four minus forty nine is forty five", "94-49 is 45"),
+        ("wednesday eleven nineteen up", "Wednesday 1119 up"),
+        ("blue twenty sixteen wall", "blue, 2016 wall"),
+        ("one two thirty hundred", "1-2-30 hundred"),
         ("your colour is green", "Your color is green!"),
         ("i will remember your number is six", "I'll remember your number is 6."),
     ],
@@ -176,6 +179,7 @@ def test_spellings_of_a_recogniser_are_no_errors(reference: str, heard: str) -> 
         ("a red circle", "", 3),
         ("a red circle", "a red red circle", 1),
         ("forty", "14", 1),
+        ("eleven nineteen", "1118", 1),
     ],
 )
 def test_wrong_words_are_errors(reference: str, heard: str, count: int) -> None:

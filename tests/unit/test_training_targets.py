@@ -1,0 +1,94 @@
+"""What the trainers of the tiny voice aim at: where a picture shows a word, when a word is said."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from training.alignment import words_of_phones
+from training.domain import COLOURS, DIRECTIONS, SHAPES, number
+from training.naming import names_of
+from training.pictures import coverage, draw_number, draw_shape, draw_video, patches, words_of_figures
+from training.sounds import sound_rows
+from training.tokenizer import build_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return build_tokenizer()
+
+
+@pytest.mark.parametrize("value", [0, 7, 10, 17, 20, 42, 99, 100, 105, 110, 117, 120, 142, 300, 999])
+def test_the_figures_of_a_number_stand_for_the_words_that_say_it(value: int) -> None:
+    words = words_of_figures(value)
+    assert len(words) == len(str(value))
+    assert {word for figure in words for word in figure} == set(number(value).split())
+
+
+def test_a_number_is_covered_from_left_to_right() -> None:
+    picture = draw_number(random.Random(3), 142)
+    _, grid = patches([picture])
+    assert grid == (1, 6, 6)
+    marks = coverage([picture], grid)
+    assert [words for words, _ in marks] == [("one", "hundred"), ("forty",), ("two",)]
+    columns = torch.arange(3.0).repeat(3)
+    middles = [float((share * columns).sum() / share.sum()) for _, share in marks]
+    assert middles[0] < middles[1] < middles[2]
+
+
+def test_a_shape_covers_its_part_of_a_picture_and_nothing_else() -> None:
+    rng = random.Random(1)
+    for colour, shape in ((COLOURS[0], SHAPES[0]), (COLOURS[3], SHAPES[4])):
+        picture = draw_shape(rng, colour, shape)
+        _, grid = patches([picture])
+        [(words, share)] = coverage([picture], grid)
+        assert words == (colour, shape)
+        assert len(share) == grid[1] * grid[2] // 4
+        inked = np.asarray(picture.marks[0].where).mean() / 255
+        assert float(share.mean()) == pytest.approx(inked, abs=0.02)
+
+
+def test_the_rows_of_a_video_show_where_the_shape_is_at_their_time() -> None:
+    video = draw_video(random.Random(2), "red", "star", DIRECTIONS[1], 4)
+    _, grid = patches(video)
+    [(words, share)] = coverage(video, grid)
+    assert words == ("red", "star", "right")
+    times, high, wide = grid[0], grid[1] // 2, grid[2] // 2
+    by_column = share.reshape(times, high, wide).sum(1)
+    middles = (by_column * torch.arange(wide)).sum(1) / by_column.sum(1)
+    assert times == 2 and middles[0] < middles[1]
+
+
+def test_rows_that_name_what_they_show_have_the_least_loss(tokenizer: Tokenizer) -> None:
+    names = names_of(tokenizer)
+    picture = draw_shape(random.Random(1), "red", "star")
+    _, grid = patches([picture])
+    covered = coverage([picture], grid)
+    rows = torch.zeros(len(covered[0][1]), names.table.shape[1])
+    silent = names.seen([rows], [covered])
+    for word in ("red", "star"):
+        rows[covered[0][1] >= 0.12] += 12 * names.table[names.shown[names.words.index(word)]]
+    assert names.seen([rows], [covered]) < 0.2 * silent
+    assert names.named([rows]) == [{"red", "star"}]
+
+
+def test_a_spelling_leaves_out_blanks_and_repeats(tokenizer: Tokenizer) -> None:
+    names = names_of(tokenizer)
+    said = tokenizer.encode("say two two").ids
+    path = [said[0], said[0], names.blank, said[1], names.blank, said[2]]
+    assert names.spelt([names.table[path]]) == [said]
+
+
+def test_phones_belong_to_words_also_where_a_word_sounds_otherwise_than_alone() -> None:
+    # "a" alone is "ey", in a sentence "ax".
+    said = ["pau", "ax", "r", "eh", "d", "pau", "k", "r", "ao", "s", "pau"]
+    lexicon = [["ey"], ["r", "eh", "d"], ["k", "r", "ao", "s"]]
+    assert words_of_phones(said, lexicon) == [None, 0, 1, 1, 1, None, 2, 2, 2, 2, None]
+
+
+def test_rows_of_a_clip_follow_whole_seconds_and_the_rest() -> None:
+    assert [sound_rows(samples) for samples in (16_000, 24_000, 160 * 101)] == [13, 20, 14]
