@@ -6,7 +6,6 @@ Without the text decoder behind it, a step hears several times as much in the sa
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from torch import Tensor
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
-from training.checkpoints import resume, save_step, seed_step
 from training.command import run_trainer
 from training.domain import Split
-from training.log import TrainingLog
+from training.encoder_loop import train_encoder
 from training.naming import Names, names_of
 from training.parts import widen
-from training.schedule import cosine, half_precision, set_rate, step_generator
+from training.schedule import half_precision
 from training.scoring import distance
 from training.senses import question_store
 from training.sounds import features, recorded, sound_rows
@@ -35,7 +33,7 @@ from training.tokenizer import build_tokenizer
 
 CLIPS, LONGEST = 24, 75 * FRAME  # of a step; samples of a clip
 QUESTIONS = 0.4  # of the clips; the others are answers
-PEAK_RATE, SEED = 2e-3, 13
+SEED = 13
 
 
 def build_ears(raw: dict[str, Any]) -> Any:
@@ -94,35 +92,20 @@ def evaluate(ears: Any, names: Names, tokenizer: Tokenizer, speech: Speech, coun
 
 def train(work: Path, steps: int) -> None:
     """Train to step `steps`, from the last saved step on."""
-    folder = work / "ears"
     tokenizer = build_tokenizer()
     names = names_of(tokenizer)
     speech, held_out = Speech(work, "train"), Speech(work, "held_out")
     torch.manual_seed(SEED)
     ears = build_ears(tiny_config(tokenizer)).train()
-    parameters = list(ears.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    step = resume(folder / "state.pt", ears, optimizer)
-    log = TrainingLog(folder / "log.jsonl", every=20)
-    while step < steps:
-        started = time.monotonic()
-        seed_step(SEED, step)
-        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=50))
-        rng = random.Random(int(step_generator(SEED, step).integers(2**62)))
-        batch = Heard(speech.draw(rng, CLIPS), tokenizer)
-        drawn = time.monotonic()
-        loss = names.heard(batch.rows_of(ears), batch.words)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        step += 1
-        ended = time.monotonic()
-        log.add(step, loss=loss.item(), gradient=norm.item(), drawing=drawn - started, seconds=ended - started)
-        if step % 100 == 0 or step == steps:
-            save_step(folder / "state.pt", step, ears, optimizer)
-        if step % 500 == 0 or step == steps:
-            log.evaluated(step, **evaluate(ears, names, tokenizer, held_out))
+    train_encoder(
+        work / "ears",
+        ears,
+        steps,
+        SEED,
+        draw=lambda rng: Heard(speech.draw(rng, CLIPS), tokenizer),
+        loss_of=lambda batch: names.heard(batch.rows_of(ears), batch.words),
+        evaluate=lambda: evaluate(ears, names, tokenizer, held_out),
+    )
 
 
 if __name__ == "__main__":

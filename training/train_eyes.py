@@ -6,7 +6,6 @@ Without the text decoder behind it, a step sees several times as many pictures i
 from __future__ import annotations
 
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,19 @@ from torch import Tensor
 from transformers import Qwen3OmniMoeConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeVisionEncoder
 
-from training.checkpoints import resume, save_step, seed_step
 from training.command import run_trainer
 from training.domain import Split
-from training.log import TrainingLog
+from training.encoder_loop import train_encoder
 from training.media import MediaKind, MediaSample, picture_sample
 from training.naming import SHOWN, Names, names_of
 from training.parts import widen
 from training.pictures import coverage, patches
-from training.schedule import cosine, half_precision, set_rate, step_generator
+from training.schedule import half_precision
 from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 
 SHAPES, FIGURES, VIDEOS = 32, 64, 2  # of a step
-PEAK_RATE, SEED = 2e-3, 11
+SEED = 11
 
 
 def shown_words(answer: str) -> set[str]:
@@ -82,34 +80,19 @@ def evaluate(eyes: Any, names: Names, count: int = 100) -> dict[str, float]:
 
 def train(work: Path, steps: int) -> None:
     """Train to step `steps`, from the last saved step on."""
-    folder = work / "eyes"
     tokenizer = build_tokenizer()
     names = names_of(tokenizer)
     torch.manual_seed(SEED)
     eyes = build_eyes(tiny_config(tokenizer)).train()
-    parameters = list(eyes.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    step = resume(folder / "state.pt", eyes, optimizer)
-    log = TrainingLog(folder / "log.jsonl", every=20)
-    while step < steps:
-        started = time.monotonic()
-        seed_step(SEED, step)
-        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=50))
-        rng = random.Random(int(step_generator(SEED, step).integers(2**62)))
-        batch = Seen(draw_pictures(rng, "train", SHAPES, FIGURES, VIDEOS))
-        drawn = time.monotonic()
-        loss = names.seen(batch.rows_of(eyes), batch.covered)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        step += 1
-        ended = time.monotonic()
-        log.add(step, loss=loss.item(), gradient=norm.item(), drawing=drawn - started, seconds=ended - started)
-        if step % 100 == 0 or step == steps:
-            save_step(folder / "state.pt", step, eyes, optimizer)
-        if step % 500 == 0 or step == steps:
-            log.evaluated(step, **evaluate(eyes, names))
+    train_encoder(
+        work / "eyes",
+        eyes,
+        steps,
+        SEED,
+        draw=lambda rng: Seen(draw_pictures(rng, "train", SHAPES, FIGURES, VIDEOS)),
+        loss_of=lambda batch: names.seen(batch.rows_of(eyes), batch.covered),
+        evaluate=lambda: evaluate(eyes, names),
+    )
 
 
 if __name__ == "__main__":
