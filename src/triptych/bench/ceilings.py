@@ -6,17 +6,13 @@ at work. A stage has the threads that its deploy config gives it.
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from triptych.bench.grid import Grid
-from triptych.errors import TriptychError
+from triptych.bench.worker import run_worker
 
 MEASURE_S = 300.0  # that measuring one setting may take; it takes a second or two on a machine that is not busy
 
@@ -60,23 +56,14 @@ async def measure(settings: Iterable[Setting]) -> list[Ceilings]:
 
 
 async def _measure(setting: Setting) -> Ceilings:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "triptych.bench.ceiling_worker", msgspec.json.encode(setting).decode()),
-        stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(MEASURE_S):
-            out, errors = await process.communicate()
-    except TimeoutError:
-        raise TriptychError(f"measuring {setting} took more than {MEASURE_S:g} s") from None
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    if process.returncode:
-        said = errors.decode("utf-8", "replace").strip().splitlines() or [f"status {process.returncode}"]
-        raise TriptychError(f"{setting} cannot be measured here: {said[-1]}")
-    return Ceilings(setting=setting, **msgspec.json.decode(out.splitlines()[-1], type=dict[str, float]))
+    found = await run_worker(
+        "triptych.bench.ceiling_worker",
+        msgspec.json.encode(setting),
+        MEASURE_S,
+        doing=f"measuring {setting}",
+        failed=f"{setting} cannot be measured here",
+    )
+    return Ceilings(setting=setting, **msgspec.json.decode(found, type=dict[str, float]))
 
 
 def settings_of(deploy: Mapping[str, Any]) -> list[Setting]:

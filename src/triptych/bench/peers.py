@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +20,7 @@ from triptych.bench.outcome import Outcome
 from triptych.bench.peer_worker import FRAMES, SAMPLES, TEXT_TOKENS, WORDS
 from triptych.bench.server import START_S, served
 from triptych.bench.target import Target, find_target
+from triptych.bench.worker import run_worker
 from triptych.bench.workload import RandomWorkload, Reply
 from triptych.errors import ConfigError, TriptychError
 
@@ -78,24 +74,16 @@ async def run_transformers(
             "num_prompts": num_prompts,
             "seed": seed,
         }
-    ).decode()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "triptych.bench.peer_worker", request),
-        stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(PEER_S):
-            out, errors = await process.communicate()
-    except TimeoutError:
-        raise TriptychError(f"Transformers, {setting}, took more than {PEER_S:g} s") from None
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-    if process.returncode:
-        said = errors.decode("utf-8", "replace").strip().splitlines() or [f"status {process.returncode}"]
-        raise TriptychError(f"Transformers, {setting}, failed: {said[-1]}")
-    result: dict[str, Any] = msgspec.json.decode(out.splitlines()[-1])
+    )
+    found = await run_worker(
+        "triptych.bench.peer_worker",
+        request,
+        PEER_S,
+        doing=f"Transformers, {setting},",
+        failed=f"Transformers, {setting}, failed",
+        env={"HF_HUB_OFFLINE": "1"},
+    )
+    result: dict[str, Any] = msgspec.json.decode(found)
     return {**msgspec.structs.asdict(setting), **result}
 
 
