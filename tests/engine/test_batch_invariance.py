@@ -176,3 +176,18 @@ def test_decode_attention(heads: int, kv_heads: int, dim: int) -> None:
         whole = attend(list(range(ROWS)))
         for row in range(ROWS):
             assert torch.equal(whole[row], attend([row])[0])
+
+
+def test_padding_repeats_the_first_row_through_attention() -> None:
+    """Then it chooses the first row's experts in every layer, and reads no keys of its own."""
+    torch.manual_seed(0)
+    cache, q, kv = torch.randn(4, 16, 4, 16), torch.randn(ROW_TILE, 4, 16), torch.randn(ROW_TILE, 2, 16)
+    metadata = PagedMetadata(
+        slots=torch.tensor([53, 1, 2, 3]),
+        num_decodes=1,
+        decode_blocks=torch.tensor([1, 2, 3]),
+        decode_mask=(torch.arange(48) < 38)[None, None, None],
+        pieces=(),
+    )
+    out = PagedAttention(cache, 2, metadata)(q, kv, kv)
+    assert out.shape == q.shape and torch.equal(out, out[:1].expand_as(out))

@@ -48,24 +48,25 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
     sample_rows: list[int] = []
     at = 0
     for index, row in enumerate(rows):
-        span = np.arange(row.start, row.start + row.num_tokens, dtype=np.int64)
-        blocks = np.asarray(row.request.block_ids, dtype=np.int64)
+        end = row.start + row.num_tokens
+        span = np.arange(row.start, end, dtype=np.int64)
         indices[at : at + row.num_tokens] = span
-        slots[at : at + row.num_tokens] = blocks[span // block_size] * block_size + span % block_size
+        # Of a long request only the blocks that these rows lie in: the rest is for attention alone to look at.
+        first = row.start // block_size
+        blocks = np.asarray(row.request.block_ids[first : -(-end // block_size)], dtype=np.int64)
+        slots[at : at + row.num_tokens] = blocks[span // block_size - first] * block_size + span % block_size
         if index >= len(decodes):
-            pieces.extend(_pieces(row, at, blocks, block_size, device, batch_invariant))
+            pieces.extend(_pieces(row, at, block_size, device, batch_invariant))
         at += row.num_tokens
         if row.samples:
             sampling.append(row)
             sample_rows.append(at - 1)
     if sample_rows:
         sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows), tile) - len(sample_rows))
-    # Without prefills the padding decodes too: one call then covers every row.
-    num_decodes = len(decodes) if pieces else count
-    table, mask = _decode_table(decodes, num_decodes, block_size)
+    table, mask = _decode_table(decodes, block_size)
     metadata = PagedMetadata(
         slots=torch.from_numpy(slots).to(device),
-        num_decodes=num_decodes,
+        num_decodes=len(decodes),
         decode_blocks=torch.from_numpy(table).to(device),
         decode_mask=torch.from_numpy(mask).to(device),
         pieces=tuple(pieces),
@@ -103,12 +104,11 @@ def _is_decode(row: ScheduledRow) -> bool:
     return row.num_tokens == 1 and (single_from is None or row.start >= single_from)
 
 
-def _decode_table(decodes: list[ScheduledRow], rows: int, block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
-    """Blocks and visible positions of `rows` decode rows; those past the batch's own look at one trash position."""
-    lengths = np.ones(rows, dtype=np.int64)
-    lengths[: len(decodes)] = [row.start + 1 for row in decodes]
-    width = int(-(-lengths.max() // block_size)) if rows else 0
-    table = np.zeros((rows, width), dtype=np.int64)
+def _decode_table(decodes: list[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
+    """Blocks and visible positions of the decode rows, as wide as the longest of them."""
+    lengths = np.array([row.start + 1 for row in decodes], dtype=np.int64)
+    width = int(-(-lengths.max() // block_size)) if decodes else 0
+    table = np.zeros((len(decodes), width), dtype=np.int64)
     for index, row in enumerate(decodes):
         used = row.request.block_ids[: -(-(row.start + 1) // block_size)]
         table[index, : len(used)] = used
@@ -117,9 +117,10 @@ def _decode_table(decodes: list[ScheduledRow], rows: int, block_size: int) -> tu
 
 
 def _pieces(
-    row: ScheduledRow, at: int, blocks: _Ints, block_size: int, device: torch.device, batch_invariant: bool
+    row: ScheduledRow, at: int, block_size: int, device: torch.device, batch_invariant: bool
 ) -> list[PrefillPiece]:
     end = row.start + row.num_tokens
+    blocks = np.asarray(row.request.block_ids, dtype=np.int64)
     cuts = [row.start, end]
     if batch_invariant:
         first = (row.start // PREFILL_CELL + 1) * PREFILL_CELL

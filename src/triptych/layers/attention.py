@@ -35,8 +35,7 @@ class PagedMetadata:
     """Where this step's keys and values go, and what each row may look at.
 
     `slots` [N]: cache row for each packed row (padded rows: a row of the trash block). The first `num_decodes` rows are
-    decode rows (all N where there are no `pieces`) with `decode_blocks` [num_decodes * blocks_per_row] and
-    `decode_mask` [num_decodes, 1, 1, L].
+    decode rows with `decode_blocks` [num_decodes * blocks_per_row] and `decode_mask` [num_decodes, 1, 1, L].
     """
 
     slots: Tensor
@@ -58,7 +57,10 @@ class PagedAttention:
         rows = self.cache.view(-1, *self.cache.shape[2:])
         rows.index_copy_(0, meta.slots, torch.cat((k, v), dim=1))
         if not meta.pieces:
-            return self._decode(q)
+            out = self._decode(q[: meta.num_decodes])
+            # Padding repeats the first row here as well: it reads no keys, and chooses the same experts in every layer.
+            padding = q.shape[0] - meta.num_decodes
+            return torch.cat((out, out[:1].expand(padding, -1, -1))) if padding else out
         out = torch.zeros_like(q)  # padded rows stay zero
         if meta.num_decodes:
             out[: meta.num_decodes] = self._decode(q[: meta.num_decodes])

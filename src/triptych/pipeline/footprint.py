@@ -180,9 +180,9 @@ def _batch_sizes(stage: StageConfig) -> range:
 
 
 def _longest_decode(stage: StageConfig, decoder: DecoderConfig) -> int:
-    """Keys and values of one layer, gathered for a whole batch that is padded to `max_model_len`."""
+    """Keys and values of one layer, gathered for `max_num_seqs` contexts of `max_model_len`."""
     values = 2 * decoder.num_key_value_heads * decoder.head_dim
-    return _batch_sizes(stage)[-1] * stage.max_model_len * values * DTYPE_BYTES[stage.dtype]
+    return stage.max_num_seqs * stage.max_model_len * values * DTYPE_BYTES[stage.dtype]
 
 
 def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
