@@ -11,8 +11,14 @@ import struct
 import numpy as np
 
 SAMPLE_RATE = 24_000  # of PCM without a header: the rate of OpenAI's `pcm16`
+FRAMES_PER_S = 12.5  # codec frames in a second of Qwen3-Omni's speech
 SILENT_RMS = 1e-3  # of full scale, -60 dB
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
+
+
+def speech_samples(frames: int) -> int:
+    """Samples of a reply of so many codec frames: 1920 each, less what the vocoder trims at the start of a stream."""
+    return 1920 * frames - 555
 
 
 class AudioReader:

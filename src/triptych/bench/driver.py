@@ -62,7 +62,7 @@ async def drive(
     async with asyncio.TaskGroup() as group:
         for body, after in zip(bodies, arrival_times(len(bodies), load.request_rate, load.seed), strict=True):
             if after:
-                await _until(start + after)
+                await until(start + after)
             tasks.append(group.create_task(one(body, start + after)))
     outcomes = [task.result() for task in tasks]
     if not outcomes:
@@ -80,7 +80,7 @@ async def warm_up(client: Client, bodies: Sequence[bytes], load: Load, *, speaks
         raise TriptychError(f"every warm-up request failed; the last one: {last.failure}: {last.detail or '-'}")
 
 
-async def _until(when: float) -> None:
+async def until(when: float) -> None:
     """Return at the time `when` of the loop's clock."""
     loop = asyncio.get_running_loop()
     due = loop.create_future()

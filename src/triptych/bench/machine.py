@@ -51,13 +51,37 @@ def hardware() -> dict[str, Any]:
 
 def memory_mib(pid: int) -> float:
     """Memory of a process and all below it; pages that they share are counted once (proportional set size)."""
+    return _own_mib(pid) + sum(map(memory_mib, _children(pid)))
+
+
+def memory_by_process(pid: int) -> dict[str, float]:
+    """The same of a server, as `server`, and of each of its stage processes, by the name in the deploy config. Not of
+    its media workers."""
+    found = {"server": _own_mib(pid)}
+    for child in _children(pid):
+        try:
+            words = Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").split("\0")
+        except OSError:  # it has just ended
+            continue
+        if "--process" in words:
+            found[words[words.index("--process") + 1]] = _own_mib(child)
+    return found
+
+
+def _own_mib(pid: int) -> float:
     try:
-        own = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
-        children = [task.read_text(encoding="ascii") for task in Path(f"/proc/{pid}/task").glob("*/children")]
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:  # it has just ended
         return 0.0
-    kib = next((int(line.split()[1]) for line in own.splitlines() if line.startswith("Pss:")), 0)
-    return kib / 1024 + sum(memory_mib(int(child)) for line in children for child in line.split())
+    return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) / 1024
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        lines = [task.read_text(encoding="ascii") for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has just ended
+        return []
+    return [int(child) for line in lines for child in line.split()]
 
 
 def versions() -> dict[str, str | None]:

@@ -15,11 +15,11 @@ import sys
 import time
 from typing import Any
 
-from triptych.bench.audio import SAMPLE_RATE, SILENT_RMS
+from triptych.bench.audio import SAMPLE_RATE, SILENT_RMS, speech_samples
 from triptych.bench.workload import RandomWorkload
 
 TEXT_TOKENS, FRAMES, WORDS = 64, 125, 9  # of each request, on both sides
-SAMPLES = FRAMES * 1920 - 555
+SAMPLES = speech_samples(FRAMES)
 
 
 def generate(

@@ -23,18 +23,27 @@ PREFIX = "triptych:"
 _COUNTS = {
     f"{PREFIX}stage_step_time_s_count": "steps",
     f"{PREFIX}stage_step_time_s_sum": "step_s",
+    f"{PREFIX}stage_tokens_total": "tokens",
     f"{PREFIX}stage_moved_bytes_total": "moved_bytes",
     f"{PREFIX}stage_flops_total": "flops",
+    f"{PREFIX}num_preemptions_total": "preemptions",
+    f"{PREFIX}kv_cache_blocks": "kv_blocks",
+    f"{PREFIX}kv_cache_usage_perc": "kv_usage",
 }
 
 
 class Counted(msgspec.Struct, kw_only=True):
-    """What one replica of a stage has counted. `setting` is None where it does not say what it computes with."""
+    """What one replica of a stage has counted, and the share of its KV blocks that requests hold. `setting` is None
+    where it does not say what it computes with."""
 
     steps: float = 0.0
     step_s: float = 0.0
+    tokens: float = 0.0
     moved_bytes: float = 0.0
     flops: float = 0.0
+    preemptions: float = 0.0
+    kv_blocks: float = 0.0
+    kv_usage: float = 0.0
     setting: Setting | None = None
 
 

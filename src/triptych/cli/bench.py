@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triptych.cli import bench_ladder, bench_machine, bench_peers, bench_suite
+from triptych.cli import bench_growth, bench_ladder, bench_machine, bench_peers, bench_suite
 from triptych.cli.bench_options import RequestTimeout, ResultPath, extra_fields, measured_ceilings
 from triptych.cli.options import stoppable
 from triptych.errors import ConfigError, TriptychError
@@ -33,6 +33,7 @@ class DatasetName(StrEnum):
 
 app.command("suite")(bench_suite.command)
 app.command("ladder")(bench_ladder.command)
+app.command("growth")(bench_growth.command)
 app.command("peers")(bench_peers.command)
 app.command("machine")(bench_machine.command)
 
