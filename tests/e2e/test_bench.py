@@ -166,3 +166,59 @@ def test_a_suite_starts_its_server_names_regressions_and_updates_its_baseline(
     )
     del params["baseline"]
     assert written == test | {"benchmark_params": [params]}, "nothing else has changed"
+
+
+def test_a_suite_holds_one_deployment_against_another(nano: Path, tmp_path: Path) -> None:
+    """As benchmarks/suites/text_cost.json does: text alone, with the stages of speech beside it and without."""
+    load = {"num_prompts": [2], "max_concurrency": [2], "random_input_len": 4, "random_output_len": 8}
+    load |= {"ignore_eos": True, "extra_body": {"modalities": ["text"]}}
+    arguments = ["--deploy-config", "tiny_cpu", "--platform", "cpu"]
+    tests = [
+        {
+            "test_name": name,
+            "server_params": {"model": str(nano), "extra_cli_args": arguments + flags},
+            "benchmark_params": [load],
+            **baseline,
+        }
+        for name, flags, baseline in (
+            ("thinker_only", ["--text-only"], {}),
+            ("text_cost", [], {"baseline_test": "thinker_only"}),
+        )
+    ]
+    file, result = tmp_path / "suite.json", tmp_path / "result.json"
+    file.write_text(json.dumps(tests))
+    done = run("suite", str(file), "--rounds", "1", "--margin", "1000", "--result-json", str(result))
+    assert done.returncode == 0, done.stderr
+    assert "text_cost: output_throughput at concurrency 2" in done.stdout and "thinker_only has" in done.stdout
+    alone, whole = json.loads(result.read_text())["tests"]
+    assert [len(test["deploy"]["stages"]) for test in (alone, whole)] == [1, 3]
+    compared = {one["metric"]: one for one in whole["benchmarks"][0]["comparisons"]}
+    assert set(compared) == {"output_throughput", "mean_ttft_ms", "mean_e2el_ms"}
+    assert all(one["of"] == "thinker_only" and one["ratio"] > 0 for one in compared.values())
+    assert run("suite", str(file), "--url", "http://127.0.0.1:9").returncode == 2, "one server is no two"
+
+
+def test_growth_is_measured_by_streams_and_by_length(nano: Path, tmp_path: Path) -> None:
+    served = (str(nano), "--deploy-config", "tiny_cpu", "--platform", "cpu")
+    sweeps = ("--concurrency", "2", "--concurrency", "1", "--stream-seconds", "0.4", "--num-prompts", "2")
+    result, record = tmp_path / "growth.json", tmp_path / "growth.md"
+    files = ("--result-json", str(result), "--record", str(record))
+    done = run("growth", *served, *sweeps, "--seconds", "10", *files, "--fail-above", "1000")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(result.read_text())
+    assert [(point["streams"], point["completed"]) for point in found["by_streams"]] == [(1, 2), (2, 4)]
+    assert [(point["frames"], point["completed"]) for point in found["by_length"]] == [(125, 1)]
+    for point in (*found["by_streams"], *found["by_length"]):
+        made = {stage["stage"]: stage["cost"]["tokens"] for stage in point["stages"]}
+        frames = point["frames"] * point["completed"]
+        assert made == {"thinker": point["text_tokens"] * point["completed"], "talker": frames, "code2wav": frames}
+    assert all(stage["of_linear"] is None for stage in found["by_streams"][0]["stages"])
+    assert all(stage["of_linear"] > 0 and stage["token_ms"] > 0 for stage in found["by_streams"][1]["stages"])
+    assert set(found["memory"][0]["memory_mib"]) == {"server", "text", "speech"}
+    assert found["memory"][1]["total_mib"] > 100 and found["exceeded"] == [] and found["ceilings"]
+    assert "## One stream, by its length" in record.read_text() and "code2wav" in done.stdout
+
+    done = run("growth", *served, "--seconds", "700")
+    assert done.returncode == 2 and "code2wav: its max_model_len 8000 limits the speech" in " ".join(
+        done.stderr.split()
+    )

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
+from triptych.bench import suite_run
 from triptych.bench.baseline import Comparison, compare, measured_baseline
 from triptych.bench.driver import Run
 from triptych.bench.metrics import summarise
-from triptych.bench.suite import Suite
+from triptych.bench.suite import Suite, SuiteTest
+from triptych.bench.suite_run import Sweep, joined, median, regressions
 from triptych.bench.workload import RandomWorkload
 from triptych.errors import ConfigError
+from triptych.pipeline.launch import plan
 
 SUITES = sorted((Path(__file__).parents[2] / "benchmarks" / "suites").glob("*.json"))
 TEXT: dict[str, Any] = {"num_prompts": [4], "max_concurrency": [1, 2]}
@@ -37,14 +40,33 @@ def suite(tmp_path: Path, params: dict[str, Any], **server: Any) -> Suite:
 @pytest.mark.parametrize("file", SUITES, ids=lambda file: file.stem)
 def test_every_suite_that_comes_with_triptych_reads_and_is_as_an_update_writes_it(file: Path) -> None:
     read = Suite.read(file)
-    assert [test.test_name for test in read.tests] == [file.stem]
+    assert file.stem in [test.test_name for test in read.tests]
     assert file.read_text() == json.dumps(read.written, indent=2) + "\n"
 
 
 def test_the_suites_cover_every_kind_of_request() -> None:
     assert {file.stem for file in SUITES} == {
         *("text_only", "long_text_audio", "audio_input", "image_video", "image_video_audio"),
+        *("multi_replica", "text_cost"),
     }
+
+
+@pytest.mark.parametrize("file", SUITES, ids=lambda file: file.stem)
+def test_the_servers_of_every_suite_resolve(file: Path, nano: Path) -> None:
+    replicas = {}
+    for test in Suite.read(file).tests:
+        arguments = test.server_params.extra_cli_args
+        deploy = plan(
+            str(nano),
+            deploy_config="tiny_cpu",
+            platform="cpu",
+            stage_overrides=test.server_params.stage_overrides,
+            text_only="--text-only" in arguments,
+        ).deploy
+        assert set(arguments) <= {"--text-only"}, "nothing that this test does not know of"
+        replicas[test.test_name] = [stage.num_replicas for stage in deploy.stages]
+    several = {"multi_replica": [2, 2, 2], "multi_replica_talker": [1, 2, 1], "thinker_only": [1]}
+    assert replicas == {name: several.get(name, [1, 1, 1]) for name in replicas}
 
 
 def test_a_sweep_is_a_measurement_for_each_value(tmp_path: Path) -> None:
@@ -118,6 +140,33 @@ def test_media_that_cannot_be_made_is_refused(tmp_path: Path, change: dict[str, 
         suite(tmp_path, MEDIA | change)
 
 
+def paired(tmp_path: Path, *tests: tuple[str, str | None, dict[str, Any]]) -> Suite:
+    """Tests by name, the test that each is compared with, and its load."""
+    written = [
+        {"test_name": name, "server_params": {"model": "nano"}, "benchmark_params": [params]}
+        | ({"baseline_test": other} if other else {})
+        for name, other, params in tests
+    ]
+    (tmp_path / "suite.json").write_text(json.dumps(written))
+    return Suite.read(tmp_path / "suite.json")
+
+
+def test_a_test_is_compared_with_one_before_it_that_has_the_same_loads(tmp_path: Path) -> None:
+    old = TEXT | {"baseline": {"here": {"mean_ttft_ms": [1, 1]}}}
+    first, second = paired(tmp_path, ("alone", None, old), ("whole", "alone", TEXT)).tests
+    assert (first.baseline_test, second.baseline_test) == (None, "alone")
+    for tests, reason in (
+        (
+            [("whole", "alone", TEXT), ("alone", None, TEXT)],
+            r"\[0\]\.baseline_test: 'alone' is no test before.*is none",
+        ),
+        ([("alone", None, TEXT), ("whole", "alone", old)], r"\[1\]\.benchmark_params: they are not those of 'alone'"),
+        ([("alone", None, TEXT), ("whole", "alone", TEXT | {"num_prompts": [5]})], "only the same loads compare"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            paired(tmp_path, *tests)
+
+
 def test_a_file_that_is_no_suite_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "suite.json"
     whole = {"test_name": "t", "server_params": {"model": "nano"}, "benchmark_params": [TEXT]}
@@ -125,7 +174,10 @@ def test_a_file_that_is_no_suite_is_refused(tmp_path: Path) -> None:
         ("{}", "not a list of tests"),
         ("[", "cannot be read"),
         (json.dumps([whole, whole]), "test_name t is given twice"),
-        (json.dumps([whole | {"mark": []}]), r"\[0\]\.mark: unknown key 'mark'; Allowed: benchmark_params, server"),
+        (
+            json.dumps([whole | {"mark": []}]),
+            r"\[0\]\.mark: unknown key 'mark'; Allowed: baseline_test, benchmark_params",
+        ),
         (json.dumps([whole | {"server_params": {}}]), "missing required field `model`"),
         (json.dumps([whole | {"server_params": {"model": "nano", "gpu": 1}}]), r"server_params\.gpu: unknown key"),
         (json.dumps([whole | {"benchmark_params": []}]), "at least one entry of benchmark_params"),
@@ -178,3 +230,47 @@ def test_a_new_baseline_has_what_was_measured_and_nothing_else() -> None:
         "mean_ttft_ms": [12.346, 20.0]
     }
     assert set(measured_baseline([], summaries, speaks=False)) == {"mean_ttft_ms", "output_throughput"}
+
+
+# --- rounds, and one test against another ---
+
+
+def one_round(test: SuiteTest, *summaries: dict[str, Any]) -> suite_run.Tested:
+    """One round of a test."""
+    return suite_run.Tested(test, {}, 1.0, {}, [Sweep(test.test_name, test.benchmark_params[0], list(summaries), [])])
+
+
+def summary(**numbers: Any) -> dict[str, Any]:
+    return summarise(Run([], 0.0)) | numbers
+
+
+def test_of_several_rounds_a_number_is_the_median_and_no_failure_is_lost() -> None:
+    rounds = [
+        summary(mean_ttft_ms=5.0, completed=4, output_tokens_counted_by="usage"),
+        summary(mean_ttft_ms=9.0, completed=3, failed=1, failures={"http 500": 1}, failure_examples={"http 500": "x"}),
+        summary(mean_ttft_ms=6.0, completed=4, failures={"http 500": 2, "cut off": 1}),
+    ]
+    found = median(rounds)
+    assert (found["mean_ttft_ms"], found["completed"], found["failed"]) == (6.0, 11, 1)
+    assert found["failures"] == {"http 500": 3, "cut off": 1} and found["failure_examples"] == {"http 500": "x"}
+    assert found["mean_audio_rtf"] is None and found["output_tokens_counted_by"] == "usage"
+    assert median(rounds[:1]) == rounds[0]
+
+
+def test_a_test_is_held_against_the_other_one_round_by_round(tmp_path: Path) -> None:
+    alone, whole = paired(tmp_path, ("alone", None, TEXT), ("whole", "alone", TEXT)).tests
+    runs = []
+    for first, second in ((100.0, 99.0), (50.0, 93.0), (101.0, 40.0)):
+        runs.append(one_round(alone, summary(output_throughput=first, mean_ttft_ms=10.0), summary()))
+        runs.append(one_round(whole, summary(output_throughput=second, mean_ttft_ms=10.4), summary(mean_ttft_ms=3.0)))
+    results = joined(runs, "here")
+    assert [result.test.test_name for result in results] == ["alone", "whole"]
+    assert results[0].sweeps[0].comparisons == [] and len(results[0].sweeps[0].rounds) == 3
+    throughput, *_ = results[1].sweeps[0].comparisons
+    assert (throughput.baseline, throughput.measured, throughput.of) == (100.0, 93.0, "alone")
+    assert str(throughput) == "output_throughput at concurrency 1: 93, alone has 100, -7.0% (more is better)"
+    assert throughput.ratio == pytest.approx(0.93)
+    [regression] = regressions(results, 0.05)
+    assert regression.startswith("whole: output_throughput at concurrency 1")
+    assert regressions(results, 0.1) == []
+    assert joined(runs[:1], "here")[0].sweeps[0].rounds == (), "one round is no several"

@@ -26,12 +26,19 @@ USUAL_SPOKEN = (*USUAL, "audio_throughput", "mean_audio_ttfp_ms", "mean_audio_rt
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One metric at one point of a sweep. `measured` is None if there was nothing to measure."""
+    """One metric at one point of a sweep. `measured` is None if there was nothing to measure; `of` is the test that the
+    baseline was measured by in the same run, empty for one that was written down."""
 
     metric: str
     point: str
     baseline: float
     measured: float | None
+    of: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """What was measured, of the baseline."""
+        return self.measured / self.baseline if self.measured is not None and self.baseline else None
 
     def regressed(self, margin: float) -> bool:
         """Whether it is worse by more than `margin`, a share of the baseline."""
@@ -42,22 +49,26 @@ class Comparison:
         return self.measured > self.baseline * (1 + margin)
 
     def __str__(self) -> str:
+        baseline = f"{self.of} has" if self.of else "the baseline is"
         if self.measured is None:
-            return f"{self.metric} at {self.point}: nothing was measured, the baseline is {self.baseline:g}"
-        change = f", {self.measured / self.baseline - 1:+.1%}" if self.baseline else ""
+            return f"{self.metric} at {self.point}: nothing was measured, {baseline} {self.baseline:g}"
+        change = "" if self.ratio is None else f", {self.ratio - 1:+.1%}"
         less_or_more = "more" if self.metric in _HIGHER else "less"
         return (
-            f"{self.metric} at {self.point}: {self.measured:.4g}, the baseline is {self.baseline:.4g}{change} "
+            f"{self.metric} at {self.point}: {self.measured:.4g}, {baseline} {self.baseline:.4g}{change} "
             f"({less_or_more} is better)"
         )
 
 
 def compare(
-    baseline: Mapping[str, Sequence[float]], points: Sequence[str], summaries: Sequence[Mapping[str, Any]]
+    baseline: Mapping[str, Sequence[float]],
+    points: Sequence[str],
+    summaries: Sequence[Mapping[str, Any]],
+    of: str = "",
 ) -> list[Comparison]:
     """Every metric of a baseline at every point of the sweep, in that order."""
     return [
-        Comparison(metric, point, value, summary[metric])
+        Comparison(metric, point, value, summary[metric], of)
         for metric, values in baseline.items()
         for point, value, summary in zip(points, values, summaries, strict=True)
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -89,9 +89,12 @@ class BenchmarkParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SuiteTest(msgspec.Struct, frozen=True, kw_only=True):
+    """`baseline_test` names an earlier test with the same loads: what it measures in the same run is the baseline."""
+
     test_name: str
     server_params: ServerParams
     benchmark_params: tuple[BenchmarkParams, ...]
+    baseline_test: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ class Suite:
             names = [test.test_name for test in tests]
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ConfigError(f"test_name {', '.join(twice)} is given twice; results go by it")
+            for index, test in enumerate(tests):
+                _check_baseline_test(test, tests[:index], f"[{index}]")
         except ConfigError as error:
             raise ConfigError(f"{error.reason} (in {path})", error.path) from error
         return cls(tests, written)
@@ -182,6 +187,22 @@ def _check_baseline(params: BenchmarkParams, path: str) -> None:
                 raise ConfigError(unknown(metric, COMPARED), where)
             if len(values) != params.num_points:
                 raise ConfigError(f"{len(values)} values for {params.num_points} points of the sweep", where)
+
+
+def _check_baseline_test(test: SuiteTest, before: Sequence[SuiteTest], path: str) -> None:
+    if test.baseline_test is None:
+        return
+    loads = {one.test_name: one.benchmark_params for one in before}
+    if test.baseline_test not in loads:
+        known = ", ".join(map(repr, loads)) or "none"
+        raise ConfigError(
+            f"{test.baseline_test!r} is no test before this one; there is {known}", f"{path}.baseline_test"
+        )
+    if test.benchmark_params != tuple(msgspec.structs.replace(one, baseline={}) for one in loads[test.baseline_test]):
+        raise ConfigError(
+            f"they are not those of {test.baseline_test!r} without its baseline, and only the same loads compare",
+            f"{path}.benchmark_params",
+        )
 
 
 def _reply(params: BenchmarkParams, path: str) -> Reply:

@@ -1,10 +1,12 @@
-"""Runs one test of a suite: its server, every point of its sweeps, and what they say against the baseline."""
+"""Runs the tests of a suite: their servers, every point of their sweeps, and what they say against the baseline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,17 +33,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What became of one entry of `benchmark_params`: a summary and the server's fingerprints for each point."""
+    """What became of one entry of `benchmark_params`: a summary for each point, which after several `rounds` is the
+    median of theirs, and the server's fingerprints."""
 
     name: str
     params: BenchmarkParams
     summaries: list[dict[str, Any]]
     fingerprints: list[str]
-    comparisons: list[Comparison]
+    comparisons: Sequence[Comparison] = ()
+    rounds: Sequence[list[dict[str, Any]]] = ()
 
-    def baseline(self, hardware: str) -> dict[str, list[float]]:
+    def baseline(self, hardware: str | None) -> dict[str, list[float]]:
         """The measured values, of the metrics that the file has for this hardware or of the usual ones."""
-        metrics = list(self.params.baseline.get(hardware, ()))
+        metrics = list(self.params.baseline.get(hardware, ())) if hardware is not None else []
         speaks = self.params.measurements(1.0)[0].reply.speaks
         return measured_baseline(metrics, self.summaries, speaks=speaks)
 
@@ -51,9 +55,10 @@ class Sweep:
             "points": [
                 {"point": label, **summary} for label, summary in zip(self.params.labels, self.summaries, strict=True)
             ],
+            "rounds": list(self.rounds),
             "fingerprints": self.fingerprints,
             "comparisons": [
-                msgspec.to_builtins(comparison) | {"regressed": comparison.regressed(margin)}
+                msgspec.to_builtins(comparison) | {"ratio": comparison.ratio, "regressed": comparison.regressed(margin)}
                 for comparison in self.comparisons
             ],
         }
@@ -80,10 +85,14 @@ class Tested:
         }
 
 
-async def run_test(test: SuiteTest, deploy: dict[str, Any] | None, setting: Setting) -> Tested:
-    """Raises TriptychError if the server does not start, ends by itself, or answers no warm-up request; ConfigError for
-    an address that cannot be right."""
+async def run_test(test: SuiteTest, deploy: dict[str, Any] | None, setting: Setting, round_: int = 0) -> Tested:
+    """One round of a test; each has prompts of its own, the same as other tests with the same loads.
+
+    Raises TriptychError if the server does not start, ends by itself, or answers no warm-up request; ConfigError for an
+    address that cannot be right.
+    """
     params = test.server_params
+    before = round_ * sum(block.num_points for block in test.benchmark_params)
     async with AsyncExitStack() as stack:
         url, start_up_s = setting.url, None
         if url is None:
@@ -95,16 +104,51 @@ async def run_test(test: SuiteTest, deploy: dict[str, Any] | None, setting: Sett
             name = test.test_name if len(test.benchmark_params) == 1 else f"{test.test_name} #{index}"
             target = await find_target(url, block.endpoint, None, setting.api_key)
             about = target.about
-            points_before = sum(len(sweep.summaries) for sweep in sweeps)
+            points_before = before + sum(len(sweep.summaries) for sweep in sweeps)
             runs = [
                 await watched(measurement, target, setting.api_key)
                 for measurement in block.measurements(setting.timeout_s, points_before=points_before)
             ]
             summaries = [summarise(run) for run in runs]
-            comparisons = compare(block.baseline.get(setting.hardware, {}), block.labels, summaries)
             fingerprints = sorted({mark for run in runs for mark in run.fingerprints})
-            sweeps.append(Sweep(name, block, summaries, fingerprints, comparisons))
+            sweeps.append(Sweep(name, block, summaries, fingerprints))
     return Tested(test, deploy, start_up_s, about, sweeps)
+
+
+def joined(rounds: Sequence[Tested], hardware: str) -> list[Tested]:
+    """Each test once, over all its rounds, and compared with its baseline."""
+    found: dict[str, Tested] = {}
+    for name in dict.fromkeys(one.test.test_name for one in rounds):
+        of_test = [one for one in rounds if one.test.test_name == name]
+        sweeps = []
+        for index, first in enumerate(of_test[0].sweeps):
+            taken = [one.sweeps[index].summaries for one in of_test]
+            summaries = [median(point) for point in zip(*taken, strict=True)]
+            other = of_test[0].test.baseline_test
+            baseline = found[other].sweeps[index].baseline(None) if other else first.params.baseline.get(hardware, {})
+            comparisons = compare(baseline, first.params.labels, summaries, other or "")
+            kept = taken if len(taken) > 1 else ()
+            sweeps.append(replace(first, summaries=summaries, comparisons=comparisons, rounds=kept))
+        found[name] = replace(of_test[0], sweeps=sweeps)
+    return list(found.values())
+
+
+def median(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One summary of several rounds: the median of each number, the sums of requests, all that failed."""
+    found: dict[str, Any] = {}
+    for name in summaries[0]:
+        values = [value for summary in summaries if (value := summary[name]) is not None]
+        if name in ("completed", "failed"):
+            found[name] = sum(values)
+        elif name == "failures":
+            found[name] = dict(sum(map(Counter, values), Counter[str]()))
+        elif name == "failure_examples":
+            found[name] = {reason: detail for value in values for reason, detail in value.items()}
+        elif name == "output_tokens_counted_by":
+            found[name] = values[0] if len(set(values)) == 1 else "mixed" if values else None
+        else:
+            found[name] = statistics.median(values) if values else None
+    return found
 
 
 def grid(results: Sequence[Tested]) -> Grid:

@@ -10,7 +10,7 @@ import typer
 
 from triptych.cli.bench_options import RequestTimeout, ResultPath, StartTimeout, measured_ceilings
 from triptych.cli.options import stoppable
-from triptych.errors import TriptychError
+from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
     from triptych.bench.ceilings import Ceilings
@@ -33,11 +33,14 @@ def command(
     update_baseline: Annotated[
         bool, typer.Option("--update-baseline", help="Write what is measured into FILE instead of comparing with it.")
     ] = False,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="How often the tests are run, in turn; a number is the median of its rounds.")
+    ] = 1,
     result_json: ResultPath = None,
     timeout: RequestTimeout = 600.0,
     start_timeout: StartTimeout = 900.0,
 ) -> None:
-    """Run every test of a perf suite and compare it with the baseline of this hardware.
+    """Run every test of a perf suite and compare it with the baseline of this hardware, or with another of its tests.
 
     Status 1 when a request failed, or a number is worse than its baseline by more than --margin.
     """
@@ -46,6 +49,8 @@ def command(
     from triptych.bench.suite_run import Setting
 
     suite = Suite.read(file)
+    if url is not None and (paired := [test.test_name for test in suite.tests if test.baseline_test is not None]):
+        raise ConfigError(f"--url is one server, and {', '.join(paired)} is compared with another one")
     if result_json is not None:
         report.check_result_path(result_json)
     if update_baseline:
@@ -57,11 +62,15 @@ def command(
         start_s=start_timeout,
         timeout_s=timeout,
     )
+    taken: list[Tested] = []
     results: list[Tested] = []
     found: list[Ceilings] = []
     try:
         with stoppable():
-            asyncio.run(_run(suite, setting, results))
+            try:
+                asyncio.run(_run(suite, setting, rounds, taken))
+            finally:
+                results = suite_run.joined(taken, setting.hardware)
             if result_json is not None:
                 deploys = [result.deploy for result in results if result.deploy is not None]
                 wanted = [one for deploy in deploys for one in ceilings.settings_of(deploy)]
@@ -80,8 +89,8 @@ def command(
         _judge(results, setting.hardware, margin)
 
 
-async def _run(suite: Suite, setting: Setting, results: list[Tested]) -> None:
-    """One test after the other; a config that a server would refuse is found before the first one starts."""
+async def _run(suite: Suite, setting: Setting, rounds: int, taken: list[Tested]) -> None:
+    """One test after the other, and again; a config that a server would refuse is found before the first one starts."""
     from triptych.bench.server import resolved_config
     from triptych.bench.suite_run import run_test
 
@@ -93,14 +102,17 @@ async def _run(suite: Suite, setting: Setting, results: list[Tested]) -> None:
         else:
             typer.echo(f"{test.test_name}: --url is measured as it runs; server_params have no effect", err=True)
             deploys.append(None)
-    for test, deploy in zip(suite.tests, deploys, strict=True):
-        results.append(await run_test(test, deploy, setting))
+    for round_ in range(rounds):
+        for test, deploy in zip(suite.tests, deploys, strict=True):
+            taken.append(await run_test(test, deploy, setting, round_))
 
 
 def _write_baseline(file: Path, suite: Suite, results: list[Tested], hardware: str) -> None:
     from triptych.bench.report import write_json
 
     for written, result in zip(suite.written, results, strict=True):
+        if result.test.baseline_test is not None:
+            continue
         for block, sweep in zip(written["benchmark_params"], result.sweeps, strict=True):
             block.setdefault("baseline", {})[hardware] = sweep.baseline(hardware)
     write_json(file, suite.written)
@@ -113,6 +125,9 @@ def _judge(results: list[Tested], hardware: str, margin: float) -> None:
 
     for result in results:
         for sweep in result.sweeps:
+            for comparison in sweep.comparisons:
+                if comparison.of:
+                    typer.echo(f"{sweep.name}: {comparison}")
             if not sweep.comparisons:
                 others = ", ".join(map(repr, sweep.params.baseline)) or "nothing"
                 typer.echo(f"{sweep.name}: no baseline of {hardware!r}; the file has {others}")
