@@ -46,10 +46,10 @@ class CodeBank:
 
 
 def build_bank(work: Path, split: Split) -> CodeBank:
-    """The bank of a split under `work`, made on first use, and again when the codec was trained further."""
-    codec, step = load_codec(work)
+    """The bank of a split under `work`, made on first use, and again when the encoder was trained further."""
+    codec, _ = load_codec(work)
     store = speech_store(work, split)
-    path = work / f"codes_{split}_{step}.npz"
+    path = work / f"codes_{split}_{codec.digest()}.npz"
     if not path.exists():
         parts = [codec.encode(torch.from_numpy(store.waveform(index))).numpy() for index in range(len(store))]
         partial = path.with_suffix(".partial.npz")

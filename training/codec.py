@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -164,6 +166,13 @@ class Codec(nn.Module):
         for block in self.decoder.decoder:
             hidden = block(hidden)
         return hidden[:, 0]
+
+    def digest(self) -> str:
+        """What the codes depend on, the encoder and the codebooks, as a short digest."""
+        digest = hashlib.sha256()
+        for part in (*self.encoder.state_dict().values(), self.quantizer.codebooks):
+            digest.update(part.numpy().tobytes())
+        return digest.hexdigest()[:12]
 
     @torch.no_grad()
     def fold(self) -> Qwen3OmniMoeCode2Wav:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from training.checkpoints import load_state
 from training.evaluate_codec import load_codec
-from training.parts import text_embedding
+from training.parts import SHARPER, text_embedding
 from training.tiny_config import PREPROCESSOR, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.published import meta_model, published_name, split
@@ -22,7 +22,6 @@ from triptych.models.qwen3_omni.synthetic_cache import MARKER
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id, write_tokenizer
 
 STORED = torch.float16  # half the size; config.json says float32, so every loader computes in that
-SHARPER = 4.0  # residual codes are drawn at temperature 1 by every loader; with their heads scaled, that is a quarter
 RESIDUAL_HEADS = "talker.code_predictor.lm_head."
 _HEAD_ROOM = 60_000.0  # float16 ends at 65,504
 

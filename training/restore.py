@@ -15,7 +15,7 @@ from transformers import Qwen3OmniMoeForConditionalGeneration
 
 from training.checkpoints import load_state, save_state
 from training.codec import Codec
-from training.export import SHARPER
+from training.parts import SHARPER
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
 from training.train_talker import TalkerTrainee

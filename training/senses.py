@@ -19,12 +19,12 @@ from training.naming import Covered
 from training.pictures import coverage, patches
 from training.sounds import features, recorded, sound_rows
 from training.speech_store import SpeechStore, build_store
-from training.teacher import VOICES, Waveform
+from training.teacher import VOICES, Waveform, speak
 from training.tiny_config import PREPROCESSOR
 from triptych.media.contract import MediaOptions
 from triptych.models.qwen3_omni.video_features import second_per_grid
 
-QUESTIONS: dict[Split, int] = {"train": 6000, "held_out": 200}
+QUESTIONS: dict[Split, int] = {"train": 20_000, "held_out": 200}
 SUMS, LONG_PHRASES = 0.4, 0.2  # of the written ones
 FREQUENT = 0.3  # of the spoken ones are drawn as often as they are asked; of the others any is as likely as another
 IGNORED = -100
@@ -59,7 +59,7 @@ def question_store(work: Path, split: Split) -> SpeechStore:
     """Spoken questions of a split, each in one of the voices, made on first use."""
     names = list(VOICES)
     pairs = [(sample.spoken, names[index % len(names)]) for index, sample in enumerate(spoken_questions(split))]
-    return build_store(work / f"questions_{split}", pairs)
+    return build_store(work / f"questions_{split}", pairs, speak)
 
 
 class SenseExamples:

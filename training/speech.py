@@ -1,4 +1,4 @@
-"""The speech that codec and Talker learn from: sentences of the domain, spoken by the teacher's voices in turn."""
+"""The speech that codec and Talker learn from: answers of the domain in the teacher's voices, at the codec's pace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from training.domain import Split, sentences
+from training.pace import speak_in_frames
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
@@ -17,7 +18,7 @@ def speech_store(work: Path, split: Split = "train") -> SpeechStore:
     count = TRAIN_SENTENCES if split == "train" else HELD_OUT_SENTENCES
     names = list(VOICES)
     pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(sentences(count, split))]
-    return build_store(work / f"speech_{split}", pairs)
+    return build_store(work / f"speech_{split}", pairs, speak_in_frames)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from training.teacher import Waveform, speak
+from training.teacher import Speech, Waveform
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,9 @@ class SpeechStore:
         return part.astype(np.float32) / 32768
 
 
-def build_store(folder: Path, sentences: Sequence[tuple[str, str]], threads: int = 2) -> SpeechStore:
+def build_store(
+    folder: Path, sentences: Sequence[tuple[str, str]], speak: Callable[[str, str], Speech], threads: int = 2
+) -> SpeechStore:
     """Speak (sentence, voice) pairs into `folder`. A finished corpus is opened, an unfinished one made again."""
     if (folder / "index.json").exists():
         return SpeechStore(folder)

@@ -46,10 +46,7 @@ def speak(sentence: str, voice: str) -> Speech:
         path = Path(folder) / "speech.wav"
         command = ["flite", "-voice", VOICES[voice], "-psdur", "-t", sentence, "-o", str(path)]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        with wave.open(str(path)) as file:
-            if file.getframerate() != _NATIVE_RATE or file.getnchannels() != 1:
-                raise RuntimeError(f"flite wrote {file.getframerate()} Hz, {file.getnchannels()} channels")
-            native = np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16).astype(np.float32) / 32768
+        native = read_waveform(path, _NATIVE_RATE)
     sounding = np.flatnonzero(np.abs(native) > _LOUD)
     if not len(sounding):
         raise RuntimeError(f"flite said nothing for {sentence!r}")
@@ -62,3 +59,20 @@ def speak(sentence: str, voice: str) -> Speech:
         for phone, _, second in (entry.partition(":") for entry in said.split())
     ]
     return Speech(np.pad(speech, (0, -len(speech) % FRAME)), phones)
+
+
+def read_waveform(path: Path, rate: int) -> Waveform:
+    """Samples of a mono 16-bit file. Raises RuntimeError for one of another rate or more channels."""
+    with wave.open(str(path)) as file:
+        if file.getframerate() != rate or file.getnchannels() != 1:
+            raise RuntimeError(f"{path} has {file.getframerate()} Hz, {file.getnchannels()} channels")
+        return np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16).astype(np.float32) / 32768
+
+
+def write_waveform(path: Path, samples: Waveform) -> None:
+    """A mono 16-bit file at 24 kHz."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes(np.round(np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())

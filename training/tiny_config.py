@@ -62,7 +62,7 @@ DIMENSIONS = Dimensions(
     code_predictor=Decoder(hidden=192, layers=3, heads=6, kv_heads=2, head_dim=32, intermediate=512),
     code2wav=Decoder(hidden=0, layers=0, heads=0, kv_heads=0, head_dim=0, intermediate=0),  # DECODER says
     decoder_dim=0,
-    audio_tower=(128, 3),
+    audio_tower=(128, 5),
     vision_tower=(128, 4),
     waveform_gain=0.0,
 )

@@ -1,4 +1,8 @@
-"""Train the codec. Resumable: every step draws its randomness from its own number, and state is saved whole."""
+"""Train the codec. Resumable: every step draws its randomness from its own number, and state is saved whole.
+
+Encoder and codebooks learn in the first half of the schedule. From then on codes stay what they are, so the Talker can
+be trained while the decoder goes on alone.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ from training.tiny_config import QUANTIZERS
 
 FRAMES, BATCH = 20, 6  # one step hears 9.6 s
 PEAK_RATE = 1e-3
+ENCODER_SHARE = 0.5  # of the schedule, in which encoder and codebooks learn too
+SHALLOW = 0.5  # of the crops then have their first few codebooks alone, so that early ones carry most
 SEED = 1
 
 
@@ -73,9 +79,12 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
         rate = cosine(step, steps, PEAK_RATE)
         set_rate(optimizer, rate)
         mel, waveform = crops.batch(step)
-        with half_precision():
+        encoding = step < ENCODER_SHARE * steps
+        codec.quantizer.train(encoding)
+        with half_precision(), torch.set_grad_enabled(encoding):
             latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT].float()
-        depth = torch.where(torch.rand(BATCH) < 0.5, QUANTIZERS, torch.randint(1, QUANTIZERS + 1, (BATCH,)))
+        shallow = torch.rand(BATCH) < (SHALLOW if encoding else 0.0)
+        depth = torch.where(shallow, torch.randint(1, QUANTIZERS + 1, (BATCH,)), QUANTIZERS)
         quantised, commitment, used = codec.quantizer(latents, depth)
         with half_precision():
             output = upsample(codec.transform(quantised)).float()

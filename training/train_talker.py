@@ -21,7 +21,7 @@ from training.code_bank import CodeBank, build_bank
 from training.command import run_trainer
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
-from training.parts import build_talker, text_embedding
+from training.parts import SHARPER, build_talker, text_embedding
 from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch, set_rate
 from training.tiny_config import SPEAKERS, tiny_config
@@ -30,7 +30,10 @@ from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 
 BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
 PREDICTED_FRAMES = 256  # frames of a batch whose residual codes are learnt in a step
-SPOILT_ANSWERS, SPOILT_FRAMES = 0.5, 0.15  # of the frames read back, so that the text is what leads
+# Of the frames read back: some are random, so that the text is what leads; some are what it would have said itself,
+# from a share of the schedule on, so that it goes on well behind its own mistakes.
+SPOILT_ANSWERS, SPOILT_FRAMES = 0.3, 0.15
+OWN_FROM, OWN_ANSWERS, OWN_FRAMES = 0.4, 0.5, 0.5
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
@@ -104,6 +107,7 @@ class TalkerTrainee(nn.Module):
         media = [thinker[f"{kind}_token_id"] for kind in ("audio", "image", "video")]
         self.register_buffer("media_ids", torch.tensor(media), persistent=False)
         self.groups: int = raw["talker_config"]["num_code_groups"]
+        self.codebook: int = raw["code2wav_config"]["codebook_size"]
         self.end: int = raw["talker_config"]["codec_eos_token_id"]
 
     def _keep(self, states: Tensor | tuple[Tensor, ...]) -> None:
@@ -126,6 +130,21 @@ class TalkerTrainee(nn.Module):
         inputs += [table(frames[:, index + 1]) for index, table in enumerate(predictor.model.codec_embedding[:-1])]
         states = predictor.model(inputs_embeds=torch.stack(inputs, 1), use_cache=False).last_hidden_state
         return torch.stack([head(states[:, index + 1]) for index, head in enumerate(predictor.lm_head)], 1)
+
+    @torch.no_grad()
+    def own_frames(self, batch: Batch) -> Tensor:
+        """What it would say itself in place of each target: frames [M, groups]; random ones in place of ends.
+
+        Each stands behind the true frames before it, and each residual code behind the true ones.
+        """
+        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
+        self._inside.clear()
+        hidden = states.last_hidden_state[batch.rows, batch.columns]
+        first = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
+        frames = torch.cat((first[:, None], batch.targets[:, 1:].clamp(max=self.codebook - 1)), 1)
+        logits = SHARPER * self.residual_logits(hidden, frames)
+        drawn = torch.distributions.Categorical(logits=logits).sample()
+        return torch.cat((first[:, None], drawn), 1)
 
     def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
         """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
@@ -157,6 +176,7 @@ class Batch:
     """Examples padded on the right: text_ids [B, R], codes [B, R, groups]; where the M targets [M, groups] are."""
 
     def __init__(self, examples: Sequence[SpeechExample], end: int, pad: int) -> None:
+        self.end = end
         longest = max(len(example.text_ids) for example in examples)
         groups = len(examples[0].codes[0])
         self.text_ids = torch.full((len(examples), longest), pad)
@@ -176,9 +196,18 @@ class Batch:
 
     def spoil(self, codebook: int) -> None:
         """Replace some frames that are read back by random ones, in some answers. The targets stay."""
-        answers = torch.rand(len(self.codes), 1) < SPOILT_ANSWERS
-        frames = (self.codes[..., -1] != NO_CODE) & answers & (torch.rand(self.codes.shape[:2]) < SPOILT_FRAMES)
-        self.codes = torch.where(frames.unsqueeze(-1), torch.randint_like(self.codes, codebook), self.codes)
+        self._read_back(torch.randint_like(self.codes, codebook), SPOILT_ANSWERS, SPOILT_FRAMES)
+
+    def give_back(self, own: Tensor) -> None:
+        """Replace some frames that are read back by the Talker's own ones [M, groups], in some answers."""
+        codes = self.codes.clone()
+        said = self.targets[:, -1] != self.end
+        codes[self.rows[said], self.columns[said] + 1] = own[said]  # a frame is read back by the row behind its own
+        self._read_back(codes, OWN_ANSWERS, OWN_FRAMES)
+
+    def _read_back(self, codes: Tensor, answers: float, frames: float) -> None:
+        chosen = (torch.rand(len(codes), 1) < answers) & (torch.rand(codes.shape[:2]) < frames)
+        self.codes = torch.where((chosen & (self.codes[..., -1] != NO_CODE)).unsqueeze(-1), codes, self.codes)
 
 
 @torch.no_grad()
@@ -211,7 +240,7 @@ def train(work: Path, steps: int) -> None:
     config = parse_config(raw)
     examples = SpokenExamples(build_bank(work, "train"), tokenizer, config)
     held_out = SpokenExamples(build_bank(work, "held_out"), tokenizer, config)
-    pad, codebook = config.tts_pad_token_id, raw["code2wav_config"]["codebook_size"]
+    pad = config.tts_pad_token_id
     torch.manual_seed(SEED)
     trainee = TalkerTrainee(raw).train()
     parameters = list(trainee.parameters())
@@ -223,7 +252,9 @@ def train(work: Path, steps: int) -> None:
         seed_step(SEED, step)
         set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=200))
         batch = Batch(pooled_batch(step, SEED, BATCH, examples.draw, lambda row: len(row.text_ids)), trainee.end, pad)
-        batch.spoil(codebook)
+        if step >= OWN_FROM * steps:
+            batch.give_back(trainee.own_frames(batch))
+        batch.spoil(trainee.codebook)
         values = trainee(batch, PREDICTED_FRAMES)
         optimizer.zero_grad()
         (values["first"] + values["residual"] + NAMING * (values["word"] + values["phone"])).backward()

@@ -12,7 +12,7 @@ import pytest
 
 from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.config import load_config
-from triptych.models.registry import family, locate
+from triptych.models.registry import EMBEDDED, family, locate
 from triptych.models.safetensors_index import tensor_index
 from triptych.pipeline.launch import load_processor, plan
 
@@ -148,3 +148,13 @@ def test_a_link_to_weights_that_are_gone_is_named(folder: Path) -> None:
 def test_a_name_that_is_no_model_is_refused(name: str) -> None:
     with pytest.raises(CheckpointError, match="checkpoint folder"):
         locate(name)
+
+
+def test_a_folder_of_a_models_name_has_to_be_asked_for_as_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert locate("tiny") == EMBEDDED["tiny"]
+    assert "that is ./tiny" in caplog.text
+    assert locate("./tiny") == tmp_path / "tiny"

@@ -9,10 +9,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from training import train_talker
 from training.alignment import words_of_phones
 from training.domain import COLOURS, DIRECTIONS, SHAPES, number
 from training.naming import names_of
 from training.pictures import coverage, draw_number, draw_shape, draw_video, patches, words_of_figures
+from training.rows import NO_CODE, UNKNOWN, SpeechExample
 from training.sounds import sound_rows
 from training.tokenizer import build_tokenizer
 
@@ -92,3 +94,16 @@ def test_phones_belong_to_words_also_where_a_word_sounds_otherwise_than_alone() 
 
 def test_rows_of_a_clip_follow_whole_seconds_and_the_rest() -> None:
     assert [sound_rows(samples) for samples in (16_000, 24_000, 160 * 101)] == [13, 20, 14]
+
+
+def test_what_the_talker_would_have_said_is_read_back_by_the_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_talker, "OWN_ANSWERS", 1.0)
+    monkeypatch.setattr(train_talker, "OWN_FRAMES", 1.0)
+    frames = [[1, 2], [3, 4], [5, 6]]
+    lone = [[7, NO_CODE]] * 2
+    example = SpeechExample([0] * 5, [*lone, *frames], frames, 1, [UNKNOWN] * 3, [0] * 3)
+    batch = train_talker.Batch([example], end=99, pad=0)
+    own = torch.tensor([[11, 12], [13, 14], [15, 16], [0, 0]])
+    batch.give_back(own)
+    assert batch.codes[0].tolist() == [*lone, [11, 12], [13, 14], [15, 16]]
+    assert batch.targets.tolist() == [*frames, [99, 99]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,6 +12,7 @@ from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.synthetic_cache import ensure_checkpoint
 from triptych.models.qwen3_omni.synthetic_config import SIZES
 
+logger = logging.getLogger(__name__)
 # Names that work wherever a model is asked for: a trained checkpoint in the package, and random ones made on first use.
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 SYNTHETIC = SIZES
@@ -43,15 +45,17 @@ FAMILIES = {
 
 
 def locate(model: str) -> Path:
-    """The checkpoint folder that `model` names: a folder, a small model's name, or a Hugging Face repository.
+    """The checkpoint folder that `model` names: a small model's name, a folder, or a Hugging Face repository.
 
-    A random model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
+    A folder of a small model's name is `./name`; the bare name means the model, and the log says so. A random model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
     Raises CheckpointError when there is no such thing.
     """
     try:
         folder = Path(model).expanduser()
         if model and folder.is_dir():
-            return folder.resolve()
+            if model not in (*EMBEDDED, *SYNTHETIC):
+                return folder.resolve()
+            logger.warning("%s is the model of that name, not the folder here: that is ./%s", model, model)
     except (
         OSError,
         RuntimeError,
