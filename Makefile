@@ -1,6 +1,7 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11 to 3.13; the environment is made once, in .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+OVERRIDES ?= {}
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -11,8 +12,9 @@ demo: $(READY)
 	$(BIN)/triptych demo
 
 # Speech, text, hearing and seeing of the tiny voice, on held-out questions through the server. Needs Debian's flite.
+# OVERRIDES is JSON for `triptych serve --stage-overrides`.
 eval-tiny: $(READY)
-	$(BIN)/python -m training.evaluate tiny --count 200
+	$(BIN)/python -m training.evaluate tiny --count 200 --stage-overrides '$(OVERRIDES)'
 
 test: lint
 	$(BIN)/pytest

@@ -215,10 +215,11 @@ def score_teacher(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[
     return {"wer_teacher": round(100 * word_error_rate(texts, taught), 2)}
 
 
-async def evaluate(model: str, count: int) -> dict[str, Any]:
-    """Everything, as one JSON object: by kind of question."""
+async def evaluate(model: str, count: int, stage_overrides: str = "{}") -> dict[str, Any]:
+    """Everything, as one JSON object: by kind of question. `stage_overrides` is JSON, as `triptych serve` takes it."""
     report: dict[str, Any] = {}
-    async with served(model, "--served-model-name", "tiny", start_s=_LOAD_S) as server:
+    options = ("--served-model-name", "tiny", "--stage-overrides", stage_overrides)
+    async with served(model, *options, start_s=_LOAD_S) as server:
         url = server.url
         questions = written(count)
         replies = await ask_all(url, questions, CONCURRENCY)
@@ -239,8 +240,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a checkpoint folder, or tiny")
     parser.add_argument("--count", type=int, default=200, help="questions of each kind")
+    parser.add_argument("--stage-overrides", default="{}", help="as of triptych serve, for other keys of the stages")
     arguments = parser.parse_args()
-    print(json.dumps(asyncio.run(evaluate(arguments.model, arguments.count)), indent=1))
+    print(json.dumps(asyncio.run(evaluate(arguments.model, arguments.count, arguments.stage_overrides)), indent=1))
 
 
 if __name__ == "__main__":

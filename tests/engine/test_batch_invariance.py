@@ -13,20 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych.config.schema import Quantization
 from triptych.layers.attention import PagedAttention, PagedMetadata
 from triptych.layers.linear import ROW_TILE, GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
 from triptych.layers.product import (
     HalfProduct,
+    Int8Product,
     PackedProduct,
     PlainProduct,
     Product,
+    WidenedProduct,
     fits_half,
     half_works,
+    int8_works,
     make_product,
     packing_works,
 )
+from triptych.layers.quantized_weight import STORED, QuantizedWeight, quantize
 from triptych.layers.rotary import Rotary, rotate
 
 ROWS = 64
@@ -86,6 +91,34 @@ def test_a_weight_that_float16_would_round_is_not_kept_in_it() -> None:
     assert type(make_product(torch.randn(64, 64))) is PlainProduct
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 48), (512, 128), (3072, 128), (512, 1024), (36, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", STORED)
+def test_products_of_quantised_weights(outputs: int, inputs: int, dtype: torch.dtype, method: Quantization) -> None:
+    torch.manual_seed(0)
+    weight = quantize((torch.randn(outputs, inputs) * inputs**-0.5).to(dtype), method)
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    x, residual = torch.randn(ROWS, inputs).to(dtype), torch.randn(ROWS, outputs).to(dtype)
+    products: list[Product] = [WidenedProduct(weight), make_product(weight)]
+    packed = dtype is torch.bfloat16 and method == "int8" and inputs % 32 == 0 and int8_works()
+    assert type(products[1]) is (Int8Product if packed else WidenedProduct)
+    expected = F.linear(x, weight.widen())
+    for product in products:
+        assert_invariant(product, x)
+        torch.testing.assert_close(product(x), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(product.add(residual, x), residual + expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.skipif(not int8_works(), reason="this build of torch has no int8 products for a CPU")
+def test_an_int8_product_takes_rows_and_weights_from_any_address() -> None:
+    torch.manual_seed(0)
+    whole = quantize(torch.randn(36, 64).bfloat16(), "int8")
+    x = torch.randn(5 * 64 + 3).bfloat16()[3:].view(5, 64)
+    shifted = torch.empty(36 * 64 + 1, dtype=torch.int8)[1:].view(36, 64).copy_(whole.stored)
+    found = Int8Product(QuantizedWeight(shifted, whole.scale))(x)
+    assert torch.equal(found, Int8Product(whole)(x.clone()))
+
+
 @pytest.mark.parametrize("width", [48, 64, 128, 256])
 def test_norm(width: int) -> None:
     norm = RMSNorm(width, 1e-6)
@@ -122,17 +155,47 @@ def test_mixture_of_experts(hidden: int, experts: int, top_k: int, width: int, s
     assert_invariant(lambda x: grouped(x.clone(), x), torch.randn(ROWS, hidden))
 
 
-def test_grouped_experts_equal_single_ones() -> None:
+@pytest.mark.parametrize("method", [None, *STORED])
+@pytest.mark.parametrize("rows", [1, 2, ROWS])  # a few rows choose few experts: those that are widened
+def test_grouped_experts_equal_single_ones(rows: int, method: Quantization | None) -> None:
+    torch.manual_seed(0)
     moe = SparseMoE(hidden=32, num_experts=8, top_k=3, intermediate=16, norm_topk_prob=True)
     for weight in moe.parameters():
         torch.nn.init.normal_(weight)
+    if method is not None:
+        quantise_projections(moe, method)
     moe.prepare_grouped()
-    x, residual = torch.randn(ROWS, 32), torch.randn(ROWS, 32)
-    experts = torch.stack([torch.randperm(8)[:3] for _ in range(ROWS)])
-    weights = torch.rand(ROWS, 3)
+    x, residual = torch.randn(rows, 32), torch.randn(rows, 32)
+    experts = torch.stack([torch.randperm(8)[:3] for _ in range(rows)])
+    weights = torch.rand(rows, 3)
     grouped = moe.add_experts_grouped(residual.clone(), x, experts, weights)
     moe.prepare_single()
     torch.testing.assert_close(moe.add_experts_singly(residual.clone(), x, experts, weights), grouped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_mixture_of_quantised_experts(grouped: bool, dtype: torch.dtype) -> None:
+    moe = SparseMoE(hidden=64, num_experts=16, top_k=3, intermediate=32, norm_topk_prob=True, shared_intermediate=48)
+    for part in (moe, moe.shared):
+        assert part is not None
+        torch.manual_seed(0)
+        for parameter in part.parameters(recurse=False):
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            parameter.data = parameter.data.to(dtype)
+        quantise_projections(part, "int8")
+    if grouped:
+        moe.prepare_single = moe.prepare_grouped  # type: ignore[method-assign]
+    moe.prepare()
+    assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, 64).to(dtype))
+
+
+def quantise_projections(part: SparseMoE | GatedMLP, method: Quantization) -> None:
+    """As loading a checkpoint does."""
+    for name in part.projections:
+        weight = getattr(part, name).data
+        delattr(part, name)
+        setattr(part, name, quantize(weight, method))
 
 
 @pytest.mark.parametrize("head_dim", [16, 64])

@@ -20,10 +20,11 @@ TEXT = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, seed=0)
 SPEECH = SamplingParams(temperature=0.0, max_tokens=20, repetition_penalty=1.05, seed=0)
 
 
-def test_greedy_answer_equals_the_cpu(nano: Path) -> None:
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_greedy_answer_equals_the_cpu(nano: Path, quantization: str | None) -> None:
     replies = {}
     for device in ("cpu", "cuda"):
-        bench = Bench(nano, devices=device, gpu_memory_utilization=0.05)
+        bench = Bench(nano, devices=device, gpu_memory_utilization=0.05, quantization=quantization)
         bench.submit("r", bench.prompt(*range(40, 75)), thinker=TEXT, talker=SPEECH)
         bench.run()
         replies[device] = bench.replies["r"]
@@ -32,8 +33,9 @@ def test_greedy_answer_equals_the_cpu(nano: Path) -> None:
     np.testing.assert_allclose(ours.audio, reference.audio, atol=1e-3)
 
 
-def test_batched_equals_alone(nano: Path) -> None:
-    bench = Bench(nano, devices="cuda", gpu_memory_utilization=0.05)
+@pytest.mark.parametrize("quantization", [None, "int8", "fp8"])
+def test_batched_equals_alone(nano: Path, quantization: str | None) -> None:
+    bench = Bench(nano, devices="cuda", gpu_memory_utilization=0.05, quantization=quantization)
     speech = [SamplingParams(temperature=0.9, top_k=50, max_tokens=12, seed=seed) for seed in range(6)]
     prompts = [bench.prompt(*range(40, 45 + 9 * seed)) for seed in range(6)]
     for seed in range(6):

@@ -439,3 +439,26 @@ def test_sizes_read_and_write() -> None:
     for wrong in ("", "-1", "1 XB", "MiB"):
         with pytest.raises(ValueError, match="not a size"):
             parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("value", ["int8", "fp8", None])
+def test_quantization_is_a_key_of_the_decoders(tmp_path: Path, value: str | None) -> None:
+    path = derived(tmp_path, f"stages:\n  - {{stage_id: 1, quantization: {value or 'null'}}}\n")
+    deploy = load(path, "cuda")
+    assert [stage.quantization for stage in deploy.stages] == [None, value, None]
+    resolved = resolve(deploy, contexts=CONTEXTS, dtype="float32")
+    assert load(write(tmp_path, "printed.yaml", to_yaml(resolved)), "cuda") == resolved
+
+
+@pytest.mark.parametrize(
+    ("stage", "value", "message"),
+    [
+        (0, "fp8", r"stages\[0\]\.quantization: 'fp8' is for CUDA devices, and the thinker is on the CPU; write int8"),
+        (1, "fp8", r"stages\[1\]\.quantization: 'fp8' is for CUDA devices, and the talker is on the CPU"),
+        (0, "awq", r"stage_overrides\.0\.quantization: 'awq' is not one of 'int8', 'fp8', null"),
+        (2, "int8", r"stages\[2\]\.quantization: code2wav has no use for it, only thinker and talker"),
+    ],
+)
+def test_a_quantization_that_cannot_be_is_named(stage: int, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load("tiny_cpu", stages={stage: {"quantization": value}})

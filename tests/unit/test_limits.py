@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ def test_what_no_stage_could_load_is_refused(
         plan(str(nano), deploy_config="tiny_cpu", platform="cpu", stage_overrides={str(stage): override})
     assert caught.value.path == path
     assert "(in tiny_cpu" in str(caught.value)
+
+
+def test_quantization_without_torchao_names_the_extra(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    override = {"1": {"quantization": "int8"}}
+    assert plan(str(nano), platform="cpu", stage_overrides=override).deploy.stages[1].quantization == "int8"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert plan(str(nano), platform="cpu").deploy.stages[1].quantization is None
+    with pytest.raises(ConfigError, match=r"'int8' needs torchao, .* install triptych\[quantization\]") as caught:
+        plan(str(nano), platform="cpu", stage_overrides=override)
+    assert caught.value.path == "stages[1].quantization"
 
 
 def test_the_caches_of_all_replicas_must_fit_the_machine(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:

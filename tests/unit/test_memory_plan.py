@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from triptych.config.sampling import SamplingParams
-from triptych.config.schema import StageKind
+from triptych.config.schema import Quantization, StageKind
 from triptych.engine import kv_cache
 from triptych.engine.sampler import Sampler
 from triptych.errors import CheckpointError
-from triptych.layers.linear import ROW_TILE, padded_rows
+from triptych.layers.attention import AttentionProjections
+from triptych.layers.linear import ROW_TILE, GatedMLP, padded_rows
+from triptych.layers.moe import SparseMoE
+from triptych.layers.product import Int8Product, WidenedProduct, int8_works
+from triptych.layers.quantized_weight import QuantizedWeight
+from triptych.models.qwen3_omni.backbone import projections
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.code_predictor import FrameCache
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
@@ -61,14 +66,17 @@ def everywhere(dtype: str) -> dict[str, dict[str, Any]]:
 
 
 def nbytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+    weights = [weight for part in module.modules() for weight in vars(part).values()]
+    quantised = sum(weight.nbytes for weight in weights if isinstance(weight, QuantizedWeight))
+    return quantised + sum(parameter.nbytes for parameter in module.parameters())
 
 
-def loaded(build: Callable[[], Any], model: Path, dtype: torch.dtype) -> Any:
+def loaded(build: Callable[[], Any], model: Path, dtype: torch.dtype, quantization: Quantization | None = None) -> Any:
     """A stage's module with its weights, as the stage loads it on a CPU."""
     with torch.device("meta"):
         module = build()
-    load_weights(module, module.placements, model, prefixes=module.prefixes, dtype=dtype)
+    quantized = {} if quantization is None else dict.fromkeys(projections(module), quantization)
+    load_weights(module, module.placements, model, prefixes=module.prefixes, dtype=dtype, quantized=quantized)
     return module
 
 
@@ -101,6 +109,61 @@ def test_planned_weights_are_the_bytes_of_the_loaded_parameters(nano: Path, dtyp
     assert parts(replica(memory, "code2wav").footprint)["vocoder"] == nbytes(
         loaded(lambda: Code2Wav(vocoder), nano, torch.float32)  # on a CPU, whatever the stage's dtype is
     )
+
+
+@pytest.mark.parametrize(("quantization", "platform"), [("int8", "cpu"), ("int8", "cuda"), ("fp8", "cuda")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_planned_quantised_weights_are_the_bytes_of_the_loaded_ones(
+    nano: Path, dtype: str, quantization: Quantization, platform: str
+) -> None:
+    override = {"dtype": dtype, "quantization": quantization}
+    memory, config = planned(nano, platform=platform, overrides={"0": override, "1": override}), load_config(nano)
+    plain = planned(nano, platform=platform, overrides=everywhere(dtype))
+    for name, build in (("thinker", lambda: Thinker(config)), ("talker", lambda: Talker(config))):
+        module = loaded(build, nano, DTYPES[dtype], quantization)
+        ours, theirs = parts(replica(memory, name).footprint), parts(replica(plain, name).footprint)
+        assert ours["backbone"] == nbytes(module.backbone) < 0.7 * theirs["backbone"]
+        assert {part for part in ours if ours[part] != theirs[part]} == {"backbone"}
+        if platform == "cpu":
+            before = nbytes(module.backbone)
+            module.prepare()
+            held = products(module.backbone)
+            kinds = {type(product) for product in held}
+            assert Int8Product in kinds if dtype == "bfloat16" and int8_works() else kinds == {WidenedProduct}
+            assert sum(map(product_bytes, held)) == before - others(module.backbone, DTYPES[dtype])
+
+
+def products(backbone: nn.Module) -> list[Any]:
+    """The products of the projections of a prepared backbone."""
+    found = [(part.into, part.back) for part in backbone.modules() if isinstance(part, AttentionProjections | GatedMLP)]
+    for part in backbone.modules():
+        if isinstance(part, SparseMoE):
+            found += part.experts
+    return [product for pair in found for product in pair]
+
+
+def product_bytes(product: Any) -> int:
+    if isinstance(product, Int8Product):
+        return product.stored.nbytes + product.scale.nbytes
+    return int(product.stored_t.nbytes + product.scale_t.nbytes)
+
+
+def others(backbone: nn.Module, dtype: torch.dtype) -> int:
+    """Bytes of what is never quantised: norms, routers, gates of shared experts."""
+    with torch.device("meta"):
+        whole = type(backbone)(backbone.config)  # type: ignore[arg-type,call-arg]
+    names = set(projections(nn.ModuleDict({"backbone": whole})))
+    kept = [value for name, value in whole.named_parameters() if f"backbone.{name}" not in names]
+    return sum(value.numel() for value in kept) * dtype.itemsize
+
+
+def test_a_step_that_widens_weights_needs_room_for_the_largest(nano: Path) -> None:
+    def workspace(platform: str, **keys: Any) -> int:
+        return replica(planned(nano, platform=platform, overrides={"0": keys}), "thinker").footprint.workspace
+
+    small = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "dtype": "bfloat16"}
+    assert workspace("cpu", **small, quantization="int8") == workspace("cpu", **small)  # multiplied as it lies
+    assert workspace("cuda", **small, quantization="fp8") > workspace("cuda", **small)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
@@ -260,6 +323,16 @@ def test_the_published_model_fits_one_card_of_141_gb(published: Path) -> None:
     assert not device.fits(CARD_80) and not device.replicas[0].starts(CARD_80)
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_the_published_model_fits_one_card_of_80_gb_quantised(published: Path, quantization: str) -> None:
+    override = {"quantization": quantization}
+    memory = published_plan(published, "qwen3_omni_moe_1gpu", {"0": override, "1": override})
+    [device] = memory.devices.values()
+    assert device.fits(CARD_80)
+    thinker = parts(device.replicas[0].footprint)
+    assert 29 * 10**9 < thinker["backbone"] < 31 * 10**9
+
+
 def test_the_published_model_in_float32_is_told_what_to_do(published: Path) -> None:
     memory = published_plan(published, "qwen3_omni_moe", {"0": {"dtype": "float32"}})
     assert not memory.devices["cuda:0"].fits(CARD_80)
@@ -267,6 +340,10 @@ def test_the_published_model_in_float32_is_told_what_to_do(published: Path) -> N
     memory = published_plan(published, "qwen3_omni_moe", {"0": {"gpu_memory_utilization": 0.85}})
     changes = advice(memory, "cuda:0", CARD_80)
     # One context of 65536 is 4097 blocks: with 63.7 GB of weights 0.880 of the card. 0.85 leaves 2619 blocks.
-    assert changes == ["stages[0].gpu_memory_utilization: 0.89", "stages[0].max_model_len: 40960"]
+    assert changes == [
+        "stages[0].quantization: int8",
+        "stages[0].gpu_memory_utilization: 0.89",
+        "stages[0].max_model_len: 40960",
+    ]
     memory = published_plan(published, "qwen3_omni_moe", {"1": {"devices": "0", "gpu_memory_utilization": 0.15}})
     assert "stages[1].devices: another device of this size" in advice(memory, "cuda:0", CARD_80)

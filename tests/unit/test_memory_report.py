@@ -55,8 +55,8 @@ def test_a_cpu_has_the_memory_of_this_machine(nano: Path, monkeypatch: pytest.Mo
     text = report(dry_run(nano, "--platform", "cpu"))
     assert "cpu: does not fit 1.0 GiB.\n  All together take 1.5 GiB, " in text
     assert (
-        "No single one of dtype, max_model_len, max_num_seqs, devices and kv_cache_bytes makes it fit; a device of 2.0"
-        in text
+        "No single one of dtype, quantization, max_model_len, max_num_seqs, devices and kv_cache_bytes makes it fit; a "
+        "device of 2.0" in text
     )
     monkeypatch.setattr(memory_report, "host_memory_bytes", lambda: 5 * 2**28)
     text = report(dry_run(nano, "--platform", "cpu", "--text-only"))

@@ -21,6 +21,7 @@ from triptych.config.sampling import SamplingParams
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.engine import Engine
 from triptych.engine.request import EngineRequest
+from triptych.models.qwen3_omni.backbone import projections
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import Code2WavConfig, DecoderConfig, OmniConfig, load_config
 from triptych.models.qwen3_omni.talker import Talker
@@ -92,6 +93,18 @@ def test_experts_are_exact_for_one_row_the_mean_of_random_routing_and_a_bound_fo
 
     assert mean_touched(experts) == pytest.approx(work.experts(rows), rel=0.01)
     assert mean_touched(8) < work.experts(rows), "a router that never takes half of them"
+
+
+def test_quantised_projections_are_read_in_a_byte_and_nothing_else_is(config: OmniConfig) -> None:
+    assert config.talker is not None
+    with torch.device("meta"):
+        talker = Talker(config)
+    quantised = sum(talker.get_parameter(name).numel() for name in projections(talker))
+    work = DecoderWork(config.talker.text, weight_bytes=4, element_bytes=4, projection_bytes=1)
+    moved = quantised + 4 * (numel(talker.backbone) - quantised)
+    assert work.weight_traffic(MANY_ROWS) == pytest.approx(moved, abs=1e-6)
+    plain = DecoderWork(config.talker.text, weight_bytes=4, element_bytes=4)
+    assert plain.weight_traffic(MANY_ROWS) == pytest.approx(4 * numel(talker.backbone), abs=1e-6)
 
 
 def test_weights_are_those_of_the_models(config: OmniConfig) -> None:

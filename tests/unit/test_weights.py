@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from triptych.config.schema import Quantization
 from triptych.errors import CheckpointError
+from triptych.layers.quantized_weight import STORED, QuantizedWeight, quantize
 from triptych.models.placement import Layout, Placement
 from triptych.models.safetensors_index import INDEX, SINGLE, tensor_index
 from triptych.models.weights import load_weights, read_tensor
@@ -126,6 +128,22 @@ def test_a_parameter_under_two_names_stays_one(tmp_path: Path) -> None:
     folder = save(tmp_path, tensors("fused"))
     load_weights(module, module.placements, folder, prefixes=("own.",), dtype=torch.float32)
     assert module.alias is module.norm
+
+
+@pytest.mark.parametrize("method", STORED)
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_is_quantised_while_it_loads_is_the_whole_weight_quantised(
+    tmp_path: Path, layout: Layout, shards: int, method: Quantization
+) -> None:
+    folder = save(tmp_path / "own", tensors(layout), shards)
+    whole, module = load(folder), load(folder, quantized={"qkv": method, "gate_up": method})
+    for name in ("qkv", "gate_up"):
+        expected, found = quantize(getattr(whole, name).data, method), getattr(module, name)
+        assert isinstance(found, QuantizedWeight) and found.stored.dtype is STORED[method]
+        assert torch.equal(found.widen(), expected.widen()) and torch.equal(found.scale, expected.scale)
+    assert torch.equal(module.norm, whole.norm)
+    assert [name for name, _ in module.named_parameters()] == ["norm"]
 
 
 def test_progress_counts_the_bytes_of_the_own_tensors_up_to_their_total(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def _verdict(plan: MemoryPlan, device: DeviceLoad, size: int) -> Iterator[str]:
         return
     smallest = device.smallest()
     yield (
-        "  No single one of dtype, max_model_len, max_num_seqs, devices and "
+        "  No single one of dtype, quantization, max_model_len, max_num_seqs, devices and "
         + ("kv_cache_bytes" if device.name == "cpu" else "gpu_memory_utilization")
         + " makes it fit"
         + (f"; a device of {format_bytes(smallest)} does." if smallest is not None else ".")
@@ -97,7 +97,8 @@ def _replica(replica: ReplicaLoad, device: DeviceLoad, size: int | None) -> Iter
     if replica.block_bytes and device.name != "cpu" and not stage.num_kv_blocks:
         share = f", gpu_memory_utilization {stage.gpu_memory_utilization}"
         share += "" if size is None else f" = {format_bytes(int(size * stage.gpu_memory_utilization))}"
-    yield f"  {replica.name} (stages[{replica.index}]), {stage.dtype}{share}"
+    kept = stage.dtype if stage.quantization is None else f"{stage.dtype}, projections in {stage.quantization}"
+    yield f"  {replica.name} (stages[{replica.index}]), {kept}{share}"
     for item in replica.footprint.taken:
         yield _row(item.name, item.nbytes, item.note)
     if replica.block_bytes:

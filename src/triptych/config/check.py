@@ -23,6 +23,7 @@ _PROCESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # a part of file name
 # Keys that only some stages have a use for; the others take nothing but their default.
 _USED_BY: dict[str, tuple[StageKind, ...]] = {
     "max_num_batched_tokens": ("thinker", "talker"),
+    "quantization": ("thinker", "talker"),
     "block_size": ("thinker", "talker"),
     "num_kv_blocks": ("thinker", "talker"),
     "kv_cache_bytes": ("thinker", "talker"),
@@ -105,7 +106,8 @@ def _check_value(key: str, value: Any, kind: Any, path: str) -> Any:
         return {str(name): check_shape(item, arguments[1], f"{path}.{name}") for name, item in value.items()}
     if get_origin(kind) is Literal:
         if value not in arguments:
-            raise ConfigError(f"{reprlib.repr(value)} is not one of {', '.join(map(repr, arguments))}", path)
+            allowed = ", ".join("null" if argument is None else repr(argument) for argument in arguments)
+            raise ConfigError(f"{reprlib.repr(value)} is not one of {allowed}", path)
         return value
     if key == "devices" and type(value) is int:
         return str(value)
@@ -205,6 +207,11 @@ def _check_stage(stage: StageConfig, path: str) -> None:
                 f"{path}.{field.name}",
             )
     _check_devices(stage, f"{path}.devices")
+    if stage.quantization == "fp8" and stage.replica(0).devices == "cpu":
+        raise ConfigError(
+            f"'fp8' is for CUDA devices, and the {stage.stage} is on the CPU; write int8, or leave the key out",
+            f"{path}.quantization",
+        )
     where = f"{path}.default_sampling_params"
     if stage.stage == "code2wav":
         if stage.default_sampling_params:

@@ -9,6 +9,7 @@ import msgspec
 StageKind = Literal["thinker", "talker", "code2wav"]
 ConnectorKind = Literal["inproc", "shm"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["int8", "fp8"]
 SchedulingPolicy = Literal["slack", "fcfs"]
 
 
@@ -81,6 +82,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     devices: str = "auto"  # "cpu", "cuda", "cuda:1", or "0" as users of CUDA_VISIBLE_DEVICES write it; "1,2": replicas
     num_replicas: int = 1
     dtype: DTypeName = "auto"
+    quantization: Literal["int8", "fp8", None] = None  # of the projections in the layers of Thinker and Talker
     threads: int = 1  # intra-op threads of the process on CPU; the largest of its stages counts
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

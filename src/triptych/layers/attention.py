@@ -98,6 +98,8 @@ class AttentionProjections(nn.Module):
     `prepare` must be called once the weights are loaded.
     """
 
+    projections = ("qkv", "out")
+
     def __init__(self, *, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim

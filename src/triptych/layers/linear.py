@@ -25,6 +25,8 @@ class GatedMLP(nn.Module):
     `prepare` must be called once the weights are loaded.
     """
 
+    projections = ("gate_up", "down")
+
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
         self.width = intermediate

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from triptych.layers.grouped_product import make_grouped_product
 from triptych.layers.linear import ROW_TILE, GatedMLP
-from triptych.layers.product import make_product, take_product
+from triptych.layers.product import give_up, held_weight, make_product, take_product
 
 _LANES = 16  # elements of the widest vector register, float32
 
@@ -18,6 +19,8 @@ class SparseMoE(nn.Module):
     Rows are sorted by expert, each expert's group padded to whole tiles of `row_tile` rows so that a row's result does
     not depend on how many others chose the same expert. `prepare` must be called once the weights are loaded.
     """
+
+    projections = ("gate_up", "down")
 
     def __init__(
         self,
@@ -55,17 +58,18 @@ class SparseMoE(nn.Module):
 
     def prepare_single(self) -> None:
         """Lay out each expert for itself; the stacked weights are given up."""
+        gate_up, down = held_weight(self, "gate_up"), held_weight(self, "down")
         self.experts = [
-            (make_product(into), make_product(back))
-            for into, back in zip(self.gate_up.data.unbind(0), self.down.data.unbind(0), strict=True)
+            (make_product(gate_up[expert]), make_product(down[expert])) for expert in range(self.num_experts)
         ]
-        for name in ("gate_up", "down"):
-            setattr(self, name, nn.Parameter(self.router.new_empty(0), requires_grad=False))
+        for name in self.projections:
+            give_up(self, name)
         self.add_experts = self.add_experts_singly
 
     def prepare_grouped(self) -> None:
         """Keep the experts stacked, for grouped products."""
-        self.gate_up_t, self.down_t = self.gate_up.transpose(1, 2), self.down.transpose(1, 2)
+        self.into = make_grouped_product(held_weight(self, "gate_up"), self.row_tile)
+        self.back = make_grouped_product(held_weight(self, "down"), self.row_tile)
         self.add_experts = self.add_experts_grouped
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -118,6 +122,6 @@ class SparseMoE(nn.Module):
         grouped = x.new_zeros(rows, x.shape[1])
         grouped[place] = x[token]
         offsets = ends.to(torch.int32)
-        gate, up = F.grouped_mm(grouped, self.gate_up_t, offs=offsets).chunk(2, dim=-1)
-        result = F.grouped_mm(F.silu(gate).mul_(up), self.down_t, offs=offsets)
+        gate, up = self.into(grouped, offsets).chunk(2, dim=-1)
+        result = self.back(F.silu(gate).mul_(up), offsets)
         return residual.index_add_(0, token, result[place].mul_(weights.flatten()[order].unsqueeze(1)))

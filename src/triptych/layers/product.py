@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from triptych.layers.quantized_weight import QuantizedWeight
+
 # Smaller weights than this cost less as a plain product: a packed one has about 10 us of overhead.
 PACKED_FROM = 512 * 256
 _TYPICAL_ROWS = 4  # the packed order hardly depends on it
@@ -83,8 +85,63 @@ class HalfProduct:
         return self(x).add_(residual)
 
 
-def make_product(weight: Tensor) -> Product:
+class Int8Product:
+    """bfloat16 rows times a weight in int8 on a CPU, as it lies. Its rows do not depend on how many there are.
+
+    For weights that `suits`: ATen's kernel reads whole vectors, aligned ones, and does not look whether they are.
+    """
+
+    itemsize = 1
+    vector = 32  # inputs
+    alignment = 32  # bytes
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        stored = weight.stored.contiguous()
+        self.stored = stored if stored.data_ptr() % self.alignment == 0 else stored.clone()
+        self.scale = weight.scale.flatten()
+        self.linear = torch.ops.aten._weight_int8pack_mm.default
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        product: Tensor = self.linear(x if x.data_ptr() % self.alignment == 0 else x.clone(), self.stored, self.scale)
+        return product
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self(x).add_(residual)
+
+    @classmethod
+    def suits(cls, weight: QuantizedWeight) -> bool:
+        """Of the dtypes that the operator takes, only bfloat16 has a kernel worth the name."""
+        stored = weight.stored
+        kind = (stored.device.type, stored.dtype, weight.scale.dtype)
+        return kind == ("cpu", torch.int8, torch.bfloat16) and stored.shape[1] % cls.vector == 0
+
+
+class WidenedProduct:
+    """A weight in eight bits that each call widens for `torch.mm`: it saves memory and costs time."""
+
+    itemsize = 1
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        on_cpu = weight.stored.device.type == "cpu"
+        self.stored_t = weight.stored.t().contiguous() if on_cpu else weight.stored.t()
+        self.scale_t = weight.scale.t().contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight_t())
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(residual, x, self.weight_t())
+
+    def weight_t(self) -> Tensor:
+        """The weight as [K, N]."""
+        return self.stored_t.to(self.scale_t.dtype).mul_(self.scale_t)
+
+
+def make_product(weight: Tensor | QuantizedWeight) -> Product:
     """The fastest of them for this weight [N, K], its dtype and its device."""
+    if isinstance(weight, QuantizedWeight):
+        return Int8Product(weight) if Int8Product.suits(weight) and int8_works() else WidenedProduct(weight)
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return PlainProduct(weight)
     if weight.dtype is torch.float32 and fits_half(weight) and half_works():
@@ -100,10 +157,22 @@ def fits_half(weight: Tensor) -> bool:
 
 def take_product(module: nn.Module, name: str) -> Product:
     """The product of parameter `name`, whose memory the module gives up: the product holds the weight from now on."""
-    weight = getattr(module, name)
-    product = make_product(weight.data)
-    setattr(module, name, nn.Parameter(weight.new_empty(0), requires_grad=False))
+    product = make_product(held_weight(module, name))
+    give_up(module, name)
     return product
+
+
+def held_weight(module: nn.Module, name: str) -> Tensor | QuantizedWeight:
+    """Weight `name` of a loaded module."""
+    weight: nn.Parameter | QuantizedWeight = getattr(module, name)
+    return weight if isinstance(weight, QuantizedWeight) else weight.data
+
+
+def give_up(module: nn.Module, name: str) -> None:
+    """Release the memory of weight `name`: something else holds it from now on."""
+    weight = held_weight(module, name)
+    like = weight.scale if isinstance(weight, QuantizedWeight) else weight
+    setattr(module, name, nn.Parameter(like.new_empty(0), requires_grad=False))
 
 
 @functools.cache
@@ -128,5 +197,16 @@ def half_works() -> bool:
             warnings.simplefilter("ignore")
             weight = torch.eye(4)
             return bool(torch.equal(HalfProduct(weight)(weight), weight))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+@functools.cache
+def int8_works() -> bool:
+    """Whether this build of torch multiplies bfloat16 rows by int8 weights on a CPU."""
+    try:
+        weight = QuantizedWeight(torch.eye(64, dtype=torch.int8), torch.ones(64, 1, dtype=torch.bfloat16))
+        x = torch.eye(64, dtype=torch.bfloat16)
+        return bool(torch.equal(Int8Product(weight)(x), x))
     except (AttributeError, RuntimeError):
         return False

@@ -2,21 +2,24 @@
 
 Everything that can be wrong is found from the files' headers before a weight is read, and named. Then each parameter is
 allocated on its device and each tensor copied into its place from a memory map, so the host never holds more than the
-module's own weights and the pages being copied.
+module's own weights and the pages being copied. A weight that is to be quantised is allocated when its first tensor
+comes and quantised after its last, so that no more than a few of them are ever held in full.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from triptych.config.schema import Quantization
 from triptych.errors import CheckpointError
+from triptych.layers.quantized_weight import quantize
 from triptych.models.placement import Layout, Placement
 from triptych.models.safetensors_index import StoredTensor, tensor_index
 
@@ -35,17 +38,19 @@ def load_weights(
     ignored: Sequence[str] = (),
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    quantized: Mapping[str, Quantization] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Layout:
     """Load a stage's tensors into `module` and return the layout of its experts.
 
     Of the checkpoint only names that start with one of `prefixes` are looked at, and only files that hold some are
     opened. All of them must be placed, except those that start with one of `ignored`. Parameters become `dtype` on
-    `device`; buffers that the module has computed move there and keep their type. `progress(done, total)` counts bytes
-    of the checkpoint.
+    `device`, those that `quantized` names a QuantizedWeight there; buffers that the module has computed move there and
+    keep their type. `progress(done, total)` counts bytes of the checkpoint.
 
     Raises CheckpointError naming what does not fit: see `tensor_index`, and a missing, extra or misshapen tensor, one
-    of a type that needs converting first, or a parameter that the placements fill in part or twice.
+    of a type that needs converting first, or a parameter that the placements fill in part or twice. Raises ConfigError
+    where something is to be quantised and cannot be, see `quantize`.
     """
     owned, skipped = tuple(prefixes), tuple(ignored)
     index = tensor_index(model_dir, lambda name: name.startswith(owned) and not name.startswith(skipped))
@@ -55,8 +60,9 @@ def load_weights(
         placed[placement.source].append(placement)
     _check_tensors(placed, index, model_dir)
     _check_coverage(module, placed)
-    _materialise(module, dtype, torch.device(device))
-    _copy(module, placed, index, progress)
+    methods = quantized or {}
+    _materialise(module, dtype, torch.device(device), methods)
+    _copy(module, placed, index, methods, dtype, torch.device(device), progress)
     return layout
 
 
@@ -145,12 +151,14 @@ def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
-def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Give every parameter storage; move computed buffers. A parameter under two names stays one parameter."""
+def _materialise(module: nn.Module, dtype: torch.dtype, device: torch.device, later: Container[str]) -> None:
+    """Give parameters storage, but for those `later`; move computed buffers. One with two names stays one parameter."""
     persistent = _persistent_buffers(module)
     fresh: dict[int, nn.Parameter] = {}
     for path, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False, remove_duplicate=False):
+            if (f"{path}.{name}" if path else name) in later:
+                continue
             if id(parameter) not in fresh:
                 empty = torch.empty(parameter.shape, dtype=dtype, device=device)
                 fresh[id(parameter)] = nn.Parameter(empty, requires_grad=False)
@@ -171,9 +179,14 @@ def _copy(
     module: nn.Module,
     placed: Mapping[str, Sequence[Placement]],
     index: Mapping[str, StoredTensor],
+    quantized: Mapping[str, Quantization],
+    dtype: torch.dtype,
+    device: torch.device,
     progress: Callable[[int, int], None] | None,
 ) -> None:
-    targets = dict(module.named_parameters()) | _persistent_buffers(module)
+    targets: dict[str, Tensor] = dict(module.named_parameters())
+    targets |= _persistent_buffers(module)
+    left = Counter(place.target for places in placed.values() for place in places if place.target in quantized)
     by_file: defaultdict[Path, list[str]] = defaultdict(list)
     for name in placed:
         by_file[index[name].file].append(name)
@@ -184,14 +197,29 @@ def _copy(
                 for name in names:
                     tensor = file.get_tensor(name)
                     for place in placed[name]:
+                        if targets[place.target].is_meta:
+                            targets[place.target] = torch.empty_like(targets[place.target], dtype=dtype, device=device)
                         whole = targets[place.target]
                         room = whole if place.index is None else whole[place.index]
                         room[place.start : place.start + place.shape[0]].copy_(tensor)
+                        if place.target in quantized:
+                            left[place.target] -= 1
+                            if not left[place.target]:
+                                del whole, room
+                                _quantize(module, place.target, targets.pop(place.target), quantized[place.target])
                     done += index[name].nbytes
                     if progress is not None:
                         progress(done, total)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _quantize(module: nn.Module, name: str, weight: Tensor, method: Quantization) -> None:
+    """Put a weight, now complete, in place of the parameter `name`."""
+    path, _, own = name.rpartition(".")
+    holder = module.get_submodule(path)
+    delattr(holder, own)
+    setattr(holder, own, quantize(weight, method))
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,8 +7,9 @@ The workspace, what one step allocates and frees, is an estimate: it depends on 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triptych.config.schema import StageConfig, StageKind
 from triptych.config.units import DTYPE_BYTES
@@ -34,6 +35,7 @@ _PARTS: dict[StageKind, tuple[tuple[str, str], ...]] = {
     ),
     "code2wav": (("code2wav.", "vocoder"),),
 }
+_PROJECTION = re.compile(r"\.layers\.[0-9]+\..*_proj(\.weight)?$")  # of a backbone: what `projections` names
 _ENCODERS = ("audio encoder", "vision encoder")
 # The numbers of these modules, which come with torch: layers.linear and models.qwen3_omni.code2wav.
 _ROW_TILE = 4
@@ -66,7 +68,22 @@ class Footprint:
     longest_decode: int = 0
 
 
-Parts = Mapping[str, int]  # name of a part -> how many numbers its parameters are
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How many numbers the parameters of a part are; those of projections in its layers, and their outputs, apart."""
+
+    others: int = 0
+    projected: int = 0
+    outputs: int = 0
+
+    def nbytes(self, itemsize: int, *, quantized: bool = False) -> int:
+        """With projections in eight bits, and a scale for each output, where they are `quantized`."""
+        if quantized:
+            return self.projected + (self.outputs + self.others) * itemsize
+        return (self.projected + self.others) * itemsize
+
+
+Parts = Mapping[str, Part]  # by name
 
 
 def weight_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[StageKind, Parts]:
@@ -75,12 +92,18 @@ def weight_parts(shapes: Mapping[str, tuple[int, ...]]) -> dict[StageKind, Parts
 
 
 def _parts(shapes: Mapping[str, tuple[int, ...]], rules: Sequence[tuple[str, str]]) -> Parts:
-    found = dict.fromkeys((part for _, part in rules), 0)
+    found: dict[str, Part] = {}
     for name, shape in shapes.items():
         part = next((part for prefix, part in rules if name.startswith(prefix)), None)
-        if part is not None:
-            found[part] += math.prod(shape)
-    return {part: count for part, count in found.items() if count}
+        if part is None:
+            continue
+        so_far, count = found.get(part, Part()), math.prod(shape)
+        if _PROJECTION.search(name):
+            outputs = so_far.outputs + math.prod(shape[:-1])
+            found[part] = replace(so_far, projected=so_far.projected + count, outputs=outputs)
+        else:
+            found[part] = replace(so_far, others=so_far.others + count)
+    return {part: found[part] for part in dict.fromkeys(part for _, part in rules) if part in found}
 
 
 def footprint(
@@ -99,8 +122,9 @@ def footprint(
 def _thinker(stage: StageConfig, decoder: DecoderConfig, parts: Parts, on_cpu: bool) -> Footprint:
     itemsize = DTYPE_BYTES[stage.dtype]
     taken = [
-        Item(part, count * (4 if on_cpu and part in _ENCODERS else itemsize))  # on a CPU encoders are float32
-        for part, count in parts.items()
+        # On a CPU encoders are float32.
+        _weights(stage, name, part, 4 if on_cpu and name in _ENCODERS else itemsize)
+        for name, part in parts.items()
     ]
     if any(part in parts for part in _ENCODERS):
         rows = max(stage.encoder_cache_bytes, AHEAD_BYTES)
@@ -116,14 +140,18 @@ def _thinker(stage: StageConfig, decoder: DecoderConfig, parts: Parts, on_cpu: b
 def _talker(stage: StageConfig, talker: TalkerConfig, text_vocab: int, parts: Parts, on_cpu: bool) -> Footprint:
     itemsize, hidden = DTYPE_BYTES[stage.dtype], talker.text.hidden_size
     table = text_vocab * hidden * itemsize
-    held = {**parts, "code tables": parts.get("code tables", 0) + hidden}  # one more row, which adds nothing
+    tables = parts.get("code tables", Part())
+    held = {**parts, "code tables": replace(tables, others=tables.others + hidden)}  # one more row, which adds nothing
     predictor = talker.code_predictor
     position = predictor.num_hidden_layers * 2 * predictor.num_key_value_heads * predictor.head_dim
     frames = sum(_batch_sizes(stage)) * talker.num_code_groups * position * itemsize
     # The Thinker's embedding is read to be projected, and the table stands twice for a moment.
     loading = text_vocab * talker.thinker_hidden_size * itemsize + table
     return Footprint(
-        taken=(*(Item(part, count * itemsize) for part, count in held.items()), Item("projected text table", table)),
+        taken=(
+            *(_weights(stage, name, part, itemsize) for name, part in held.items()),
+            Item("projected text table", table),
+        ),
         state=(
             _sampling(stage, talker.text),
             Item("frame caches", frames, "at most: the code predictor's, one for each batch size"),
@@ -139,12 +167,18 @@ def _code2wav(stage: StageConfig, vocoder: Code2WavConfig, parts: Parts, on_cpu:
     batch = 1 if stage.batch_invariant else stage.max_num_seqs
     values = chunk_frames * max(_widths(vocoder)) * batch
     return Footprint(
-        taken=tuple(Item(part, count * itemsize) for part, count in parts.items()),
+        taken=tuple(_weights(stage, name, part, itemsize) for name, part in parts.items()),
         state=(
             Item("streams", (stage.max_num_seqs + 1) * stream, f"{stage.max_num_seqs} and one spare, {stream:,} each"),
         ),
         workspace=values * _VOCODER_BUFFERS * itemsize,
     )
+
+
+def _weights(stage: StageConfig, name: str, part: Part, itemsize: int) -> Item:
+    quantized = stage.quantization is not None and name == "backbone"
+    note = f"projections in {stage.quantization}" if quantized else ""
+    return Item(name, part.nbytes(itemsize, quantized=quantized), note)
 
 
 def _stream_values(vocoder: Code2WavConfig) -> int:
@@ -199,5 +233,20 @@ def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
         pairs = rows if on_cpu else rows * decoder.num_experts_per_tok
         padded = pairs + (1 if on_cpu else min(decoder.num_experts, pairs)) * (tile - 1)
         feed_forward = padded * (2 * hidden + 2 * width + max(hidden, width)) * itemsize
+    if stage.quantization is not None and not (on_cpu and stage.dtype == "bfloat16"):  # there int8 is read as it lies
+        attention += _widest_attention(decoder) * itemsize
+        feed_forward += _widest_feed_forward(decoder, on_cpu) * itemsize
     logits = stage.max_num_seqs * decoder.vocab_size * (itemsize + _SORTED_BYTES)
     return 3 * rows * hidden * itemsize + max(attention, feed_forward, logits)
+
+
+def _widest_attention(decoder: DecoderConfig) -> int:
+    """Numbers of the largest weight of attention, which a step widens where it is kept in eight bits."""
+    return decoder.hidden_size * (decoder.num_attention_heads + 2 * decoder.num_key_value_heads) * decoder.head_dim
+
+
+def _widest_feed_forward(decoder: DecoderConfig, on_cpu: bool) -> int:
+    """The same of feed-forward: an expert on a CPU, all of a layer on CUDA."""
+    width = max(decoder.intermediate_size, decoder.shared_expert_intermediate_size)
+    experts = 1 if on_cpu else decoder.num_experts
+    return 2 * decoder.hidden_size * max(width, experts * decoder.moe_intermediate_size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from triptych.config.platform import host_memory_bytes
 from triptych.config.sampling import sampling_params
 from triptych.config.schema import DeployConfig, StageConfig
@@ -15,10 +17,16 @@ from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
 def check_limits(deploy: DeployConfig, config: OmniConfig) -> None:
     """Hold a resolved deploy config to its checkpoint and to this machine.
 
-    Raises ConfigError, with the dotted path, for a token budget, a KV cache or a token id that cannot be. The cache of
-    a CUDA device is for its stage to size: only there is the device's memory known.
+    Raises ConfigError, with the dotted path, for a token budget, a KV cache or a token id that cannot be, and where a
+    package is missing. The cache of a CUDA device is for its stage to size: only there is the device's memory known.
     """
     for index, stage in enumerate(deploy.stages):
+        if stage.quantization is not None and importlib.util.find_spec("torchao") is None:
+            raise ConfigError(
+                f"{stage.quantization!r} needs torchao, which is not installed; install triptych[quantization], or "
+                "leave the key out",
+                f"stages[{index}].quantization",
+            )
         decoder = config.decoder(stage.stage)
         if decoder is not None:
             _check_engine(stage, decoder, keeps_hidden(stage, deploy), f"stages[{index}]")

@@ -36,6 +36,8 @@ def _candidates(replica: ReplicaLoad) -> Iterator[Change]:
     stage = replica.config
     if stage.dtype == "float32":
         yield "dtype", "bfloat16"
+    if replica.block_bytes and stage.quantization is None:
+        yield "quantization", "int8"
     if replica.block_bytes and stage.num_kv_blocks:
         for share in range(9, 0, -1):
             yield "num_kv_blocks", max(least_blocks(stage), stage.num_kv_blocks * share // 10)

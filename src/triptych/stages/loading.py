@@ -21,6 +21,7 @@ from triptych.engine.scheduler_config import scheduler_config
 from triptych.errors import ConfigError
 from triptych.layers.linear import ROW_TILE
 from triptych.models.placement import Layout, Placement
+from triptych.models.qwen3_omni.backbone import projections
 from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
 from triptych.models.weights import load_weights
 from triptych.stages.contract import StageContext
@@ -73,11 +74,12 @@ def stage_dtype(config: StageConfig, checkpoint: OmniConfig) -> torch.dtype:
 
 
 def load_model(context: StageContext, build: Callable[[], M], device: torch.device, dtype: torch.dtype) -> M:
-    """Build a model without memory and stream its weights in; the caller prepares it."""
-    started = time.monotonic()
+    """Build a model without memory and stream its weights in, quantised as the stage asks; the caller prepares it."""
+    started, method = time.monotonic(), context.config.quantization
     with torch.device("meta"):
         model = build()
     assert isinstance(model, nn.Module)
+    quantized = {} if method is None else dict.fromkeys(projections(model), method)
     load_weights(
         model,
         model.placements,
@@ -85,9 +87,11 @@ def load_model(context: StageContext, build: Callable[[], M], device: torch.devi
         prefixes=model.prefixes,
         dtype=dtype,
         device=device,
+        quantized=quantized,
         progress=context.progress,
     )
-    logger.info("%s: weights on %s as %s in %.2f s", context.config.stage, device, dtype, time.monotonic() - started)
+    kept = f"{dtype}, {len(quantized)} projections as {method}," if quantized else dtype
+    logger.info("%s: weights on %s as %s in %.2f s", context.config.stage, device, kept, time.monotonic() - started)
     return model
 
 

@@ -89,7 +89,11 @@ class TalkerStage:
         )
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
         self.cost = StepCost() if by_slack else None
-        sizes = {"weight_bytes": model.head.itemsize, "element_bytes": setup.cache.itemsize}
+        sizes = {
+            "weight_bytes": model.head.itemsize,
+            "projection_bytes": model.backbone.itemsize,
+            "element_bytes": setup.cache.itemsize,
+        }
         work = talker_work(model.talker_config, **sizes)
         self.engine = Engine(setup.scheduler, runner, self.counts, work, cost=self.cost)
         slots = setup.scheduler.config.max_num_seqs

@@ -102,7 +102,11 @@ class ThinkerStage:
             batch_invariant=batch_invariant,
             between=self._between,
         )
-        sizes = {"weight_bytes": model.head.itemsize, "element_bytes": setup.cache.itemsize}
+        sizes = {
+            "weight_bytes": model.head.itemsize,
+            "projection_bytes": model.backbone.itemsize,
+            "element_bytes": setup.cache.itemsize,
+        }
         self.engine = Engine(setup.scheduler, runner, self.counts, thinker_work(config.thinker, **sizes))
         self.sampler = Sampler(
             num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device

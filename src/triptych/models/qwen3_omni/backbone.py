@@ -57,6 +57,9 @@ class Backbone(nn.Module):
             self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device
         )
         self.steps = prepared_layers(self.layers, row_tile)
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        self.itemsize = first.attention.into.itemsize  # of the projections, as a step reads them
 
     def forward(
         self,
@@ -73,6 +76,14 @@ class Backbone(nn.Module):
             if between is not None:
                 x = between(layer, x)
         return self.norm.forward(x)
+
+
+def projections(model: nn.Module) -> Iterator[str]:
+    """Names of the weights of `model` that quantisation is for: products in the layers of a Backbone, routers apart."""
+    for path, backbone in model.named_modules():
+        if isinstance(backbone, Backbone):
+            for inner, part in backbone.named_modules(prefix=path):
+                yield from (f"{inner}.{name}" for name in getattr(part, "projections", ()))
 
 
 Step = Callable[[Tensor, Tensor, Tensor, Attend], Tensor]  # DecoderLayer.forward
