@@ -25,6 +25,7 @@ from triptych.stages.cadence import Cadence
 from triptych.stages.codec_stage import CodecStage
 from triptych.stages.contract import StageContext
 from triptych.stages.playout_clock import START_WAIT_S
+from triptych.telemetry.stage_times import StageTimes
 
 CODEBOOKS, CODEBOOK_SIZE = 3, 16
 CONFIG = Code2WavConfig(
@@ -591,6 +592,39 @@ def test_abort_frees_everything_at_any_moment_and_twice(model: Code2Wav, moment:
     bench.stage.grant(Grant(request_id="a", count=1))
     bench.assert_empty()
     assert not bench.outbox.failed
+
+
+def test_the_times_of_a_request_go_with_its_last_message(model: Code2Wav) -> None:
+    bench = Bench(model)
+    bench.submit("a", credit=1)
+    bench.now = 10.0
+    for _ in range(2):
+        bench.receiver.put("a", codes(1))
+    bench.stage.poll_inputs()
+    bench.now = 12.0
+    bench.run()
+    bench.receiver.put("a", codes(5), final=True)
+    bench.now = 15.0
+    bench.stage.poll_inputs()
+    bench.stage.grant(Grant(request_id="a", count=9))
+    bench.now = 20.0
+    bench.run()
+    assert bench.outbox.ended("a")
+    *before, last = [message.times for message, _ in bench.outbox.audio["a"]]
+    assert last == StageTimes(ready=10.0, started=8.0, first=8.0) and before and not any(before)
+
+
+def test_the_answer_to_an_abort_has_the_times_as_far_as_there_are_any(model: Code2Wav) -> None:
+    bench = Bench(model)
+    assert bench.stage.abort("unknown") is None
+    bench.submit("new")
+    assert bench.stage.abort("new") == StageTimes()
+    bench.submit("a")
+    bench.receiver.put("a", codes(2))
+    bench.stage.poll_inputs()
+    bench.now = 3.0
+    assert bench.stage.abort("a") == StageTimes(ready=3.0)
+    assert bench.stage.abort("a") is None
 
 
 def test_an_aborted_slot_serves_the_next_request_unchanged(model: Code2Wav) -> None:

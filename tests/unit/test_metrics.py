@@ -160,7 +160,7 @@ def test_what_a_stage_had_to_do_and_computes_with() -> None:
 
 def test_the_times_of_a_reply_are_those_of_its_client() -> None:
     metrics, now = make_metrics(), Clock()
-    clock = RequestClock(metrics, now)
+    clock = RequestClock(metrics, now=now)
     second = AudioDelta(samples=bytes(4 * SAMPLE_RATE), num_frames=12, final=False)
     for at, event in (
         (0.5, TextDelta(text="", num_tokens=1)),

@@ -1,4 +1,5 @@
-"""A request's media is held until no stage can want it any more, and let go of once, however the request ends."""
+"""A request's media is held until no stage can want it any more, and let go of once, however the request ends; and the
+end of each of its stages is told once."""
 
 from __future__ import annotations
 
@@ -20,8 +21,10 @@ from triptych.pipeline.request_table import RequestTable
 from triptych.pipeline.restarts import RestartBudget
 from triptych.pipeline.routing import Router
 from triptych.pipeline.stage_process import StageProcess
+from triptych.pipeline.stage_report import StageReport
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import Supervisor
+from triptych.telemetry.stage_times import StageTimes
 
 DEPLOY = deploy_config()
 
@@ -55,8 +58,11 @@ class Open:
         self.router = Router({"thinker": 4, "talker": 4, "code2wav": 4})
         self.table = RequestTable(cast(Supervisor, self.stages), self.router)
         self.lease = FakeLease(())
+        self.reports: list[StageReport] = []
         arrival = asyncio.get_running_loop().time() - late_s
-        self.request = dataclasses.replace(generation_request("r"), lease=self.lease, arrival=arrival)
+        self.request = dataclasses.replace(
+            generation_request("r"), lease=self.lease, arrival=arrival, on_stage=self.reports.append
+        )
         self.stream: RequestStream = self.table.open(
             self.request, admit(self.request, DEPLOY, CONFIG), self.hosts, timeout_s
         )
@@ -64,6 +70,12 @@ class Open:
     @property
     def hosts(self) -> dict[StageKind, StageProcess]:
         return {"thinker": self.stages.text, "talker": self.stages.speech, "code2wav": self.stages.speech}
+
+    def told(self) -> dict[str, str]:
+        """Outcome by stage; each is told once."""
+        told = {report.stage: report.outcome for report in self.reports}
+        assert len(told) == len(self.reports)
+        return dict(told)
 
 
 async def test_a_request_that_is_done_lets_go_at_once() -> None:
@@ -201,3 +213,66 @@ async def test_the_deadline_counts_from_the_arrival(late_s: float, passes: bool)
 async def until(condition: Any) -> None:
     while not condition():
         await asyncio.sleep(0.005)
+
+
+# --- what is told of stages ---
+
+
+async def test_a_stage_that_finishes_is_told_with_its_times_and_what_it_made() -> None:
+    one = Open()
+    times = {kind: StageTimes(ready=float(number)) for number, kind in enumerate(("thinker", "talker", "code2wav"))}
+    text = TextOutput(request_id="r", seq=0, text="a", num_tokens=3, finish_reason="length", times=times["thinker"])
+    one.table.advance(text, b"")
+    assert one.told() == {"thinker": "finished"}
+    speech = SpeechOutput(request_id="r", num_frames=2, finish_reason="stop", times=times["talker"])
+    one.table.advance(speech, b"")
+    one.table.advance(AudioOutput(request_id="r", seq=0, num_frames=1, final=False), b"")
+    one.table.advance(AudioOutput(request_id="r", seq=1, num_frames=1, final=True, times=times["code2wav"]), b"")
+    assert one.told() == dict.fromkeys(times, "finished")
+    assert {report.stage: report.times for report in one.reports} == times
+    assert [report.num_tokens for report in one.reports] == [3, 2, 2]
+    assert [report.finish_reason for report in one.reports] == ["length", "stop", None]
+    assert all(report.announced <= report.ended for report in one.reports)
+
+
+async def test_stages_that_are_aborted_are_told_when_they_say_so_and_finished_ones_not_again() -> None:
+    one = Open()
+    one.table.advance(TextOutput(request_id="r", seq=0, text="a", num_tokens=1, finish_reason="stop"), b"")
+    await one.stream.aclose()
+    assert one.told() == {"thinker": "finished"}
+    one.table.freed("r", one.stages.text, "thinker")
+    one.table.freed("r", one.stages.speech, "talker", times=StageTimes(ready=1.0, started=0.5))
+    assert one.told() == {"thinker": "finished", "talker": "aborted"}
+    assert one.reports[-1].times == StageTimes(ready=1.0, started=0.5)
+    one.table.freed("r", process("speech:1", "talker", "code2wav", replica=1), "code2wav")
+    one.table.freed("r", one.stages.speech, "code2wav")
+    assert one.told() == {"thinker": "finished", "talker": "aborted", "code2wav": "aborted"}
+
+
+async def test_a_stage_that_fails_a_request_is_told_so_and_the_others_are_aborted() -> None:
+    one = Open()
+    one.table.advance(Failed(request_id="r", stage="talker", message="no", times=StageTimes(ready=2.0)), b"")
+    assert one.told() == {"talker": "failed"} and one.reports[0].times == StageTimes(ready=2.0)
+    one.table.freed("r", one.stages.text, "thinker")
+    one.table.freed("r", one.stages.speech, "talker")
+    one.table.freed("r", one.stages.speech, "code2wav")
+    assert one.told() == {"talker": "failed", "thinker": "aborted", "code2wav": "aborted"}
+
+
+async def test_what_dies_with_its_process_has_failed() -> None:
+    one = Open()
+    one.stages.speech.loaded = False
+    one.table.lose(one.stages.speech, "killed")
+    assert one.told() == {"talker": "failed", "code2wav": "failed"}
+    one.stages.text.loaded = False
+    one.table.lose(one.stages.text, "killed")
+    assert one.told() == {"talker": "failed", "code2wav": "failed", "thinker": "aborted"}
+
+
+async def test_a_stage_that_cannot_say_so_is_told_to_be_aborted() -> None:
+    one = Open()
+    one.stages.text.loaded = False
+    one.table.cancel("r")
+    assert one.told() == {"thinker": "aborted"}
+    one.table.close()
+    assert one.told() == dict.fromkeys(("thinker", "talker", "code2wav"), "aborted")

@@ -30,6 +30,7 @@ from triptych.errors import ConfigError, TriptychError
 if TYPE_CHECKING:
     from triptych.pipeline.launch import LaunchPlan
     from triptych.pipeline.supervisor import Progress
+    from triptych.server.tracing import Tracing
 
 GRACE_S = 5  # how long answers under way may go on after a stop
 
@@ -77,6 +78,14 @@ def command(
         Path | None,
         typer.Option(help="Write a trace of some steps of every stage into this folder.", metavar="DIR"),
     ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            help="Send a trace of every request to this OpenTelemetry collector, over http/protobuf. "
+            "Needs the extra triptych[otel].",
+            metavar="URL",
+        ),
+    ] = None,
     platform: PlatformOption = None,
     log_level: LogLevelOption = LogLevel.info,
     dry_run: Annotated[
@@ -104,6 +113,8 @@ def command(
             "media.max_parts in the deploy file"
         )
     device_bytes = _device_bytes(device_memory, dry_run)
+    if otlp_traces_endpoint is not None:
+        otlp_traces_endpoint = _traces_url(otlp_traces_endpoint)
     with stoppable():  # until the event loop takes the signals over
         flags = {
             "async_chunk": async_chunk,
@@ -118,7 +129,9 @@ def command(
             return
         listener = bind(host, port)
         status = asyncio.run(
-            _serve_until_stopped(plan, listener, served_model_name or [model], api_key, log_level.value)
+            _serve_until_stopped(
+                plan, listener, served_model_name or [model], api_key, log_level.value, otlp_traces_endpoint
+            )
         )
         raise typer.Exit(status)
 
@@ -140,6 +153,27 @@ def _device_bytes(text: str | None, dry_run: bool) -> int | None:
     if size < 1:
         raise ConfigError(f"{text!r} is no memory at all; write for example 80GiB", "--device-memory")
     return size
+
+
+def _traces_url(endpoint: str) -> str:
+    """The URL that `--otlp-traces-endpoint` means. Raises ConfigError, which names the extra where that is missing."""
+    try:
+        from triptych.server.tracing import traces_url
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "opentelemetry":
+            raise
+        raise ConfigError(
+            "it needs OpenTelemetry: pip install 'triptych[otel]', or leave it out", "--otlp-traces-endpoint"
+        ) from error
+    return traces_url(endpoint)
+
+
+def _tracing(endpoint: str | None, plan: LaunchPlan) -> Tracing | None:
+    if endpoint is None:
+        return None
+    from triptych.server.tracing import Tracing
+
+    return Tracing.to(endpoint, plan.deploy)
 
 
 def _media_flags(local_path: str | None, domains: list[str] | None) -> dict[str, Any] | None:
@@ -186,10 +220,12 @@ async def serving(
     log_level: str,
     on_progress: Progress,
     warm: bool = True,
+    otlp_traces_endpoint: str | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests.
 
-    `warm` starts the first media worker then, instead of when the first file comes.
+    `warm` starts the first media worker then, instead of when the first file comes. Traces of requests go to
+    `otlp_traces_endpoint`, as far as there is one.
     """
     import uvicorn
 
@@ -217,6 +253,9 @@ async def serving(
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
     processor = load_processor(plan)
     async with contextlib.AsyncExitStack() as stack:
+        tracing = _tracing(otlp_traces_endpoint, plan)
+        if tracing is not None:
+            stack.push_async_callback(tracing.close)  # after all that may still end a span
         loader = make_loader(plan)
         stack.push_async_callback(loader.close)
         orchestrator = await Orchestrator.start(
@@ -236,6 +275,7 @@ async def serving(
             model_name=model_names[0],
             model_aliases=model_names[1:],
             api_key=api_key,
+            tracing=tracing,
         )
         server = Server(
             uvicorn.Config(
@@ -264,7 +304,12 @@ async def serving(
 
 
 async def _serve_until_stopped(
-    plan: LaunchPlan, listener: socket.socket, model_names: Sequence[str], api_key: str | None, log_level: str
+    plan: LaunchPlan,
+    listener: socket.socket,
+    model_names: Sequence[str],
+    api_key: str | None,
+    log_level: str,
+    otlp_traces_endpoint: str | None,
 ) -> int:
     """Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     from triptych.cli.progress import LoadDisplay
@@ -293,6 +338,7 @@ async def _serve_until_stopped(
                         api_key=api_key,
                         log_level=log_level,
                         on_progress=display,
+                        otlp_traces_endpoint=otlp_traces_endpoint,
                     )
                 )
             typer.echo(f"ready in {time.monotonic() - started:.1f} s at {url_of(listener)}", err=True)

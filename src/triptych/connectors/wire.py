@@ -13,6 +13,7 @@ import msgspec
 from triptych.config.sampling import SamplingParams
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.stage_times import StageTimes
 
 # --- server -> stage process -----------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """New text of a request. `finish_reason` is "stop" or "length" on the last one, else None."""
+    """New text of a request. `finish_reason` is "stop" or "length" on the last one, which has `times`; else None."""
 
     request_id: str
     seq: int
@@ -162,6 +163,7 @@ class TextOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
+    times: StageTimes | None = None
 
 
 class SpeechOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -170,15 +172,18 @@ class SpeechOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: str
     num_frames: int
     finish_reason: str
+    times: StageTimes | None = None
 
 
 class AudioOutput(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """One chunk of audio; the samples (float32, little endian, 24 kHz mono, in [-1, 1]) are the next frame."""
+    """One chunk of audio; the samples (float32, little endian, 24 kHz mono, in [-1, 1]) are the next frame. The final
+    one has `times`."""
 
     request_id: str
     seq: int
     num_frames: int
     final: bool
+    times: StageTimes | None = None
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -187,13 +192,15 @@ class Failed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     request_id: str
     stage: StageKind
     message: str
+    times: StageTimes | None = None  # None where the stage had not taken the request
 
 
 class Freed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The answer to `Abort`: this stage holds nothing of the request any more."""
+    """The answer to `Abort`: this stage holds nothing of the request any more. It has `times` where it held any."""
 
     request_id: str
     stage: StageKind
+    times: StageTimes | None = None
 
 
 class StageStats(msgspec.Struct, frozen=True, kw_only=True):

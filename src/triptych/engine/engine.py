@@ -15,9 +15,10 @@ from triptych.engine.request import EngineRequest
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.step_cost import StepCost
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.stage_times import StageTimes
 from triptych.telemetry.work import Work
 
-# Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the scheduler.
+# Takes the rows that sample and their hidden states [padded, hidden]; draws a token for each, and tells the engine.
 Draw = Callable[[tuple[ScheduledRow, ...], Tensor], None]
 
 
@@ -70,6 +71,19 @@ class Engine:
     def ready(self, request: EngineRequest) -> None:
         """A request that has not begun has from now on what it needs to, or more of it."""
         request.ready_at = self.clock()
+
+    def sampled(self, request: EngineRequest) -> None:
+        """The request has drawn a token."""
+        if request.first_at is None:
+            request.first_at = self.clock()
+        self.scheduler.sampled(request)
+
+    def times(self, request: EngineRequest) -> StageTimes:
+        """For a message about the request that is sent now."""
+        started = request.started_at
+        # What comes for a request that has begun makes it ready anew.
+        ready = request.ready_at if started is None else min(request.ready_at, started)
+        return StageTimes.until(self.clock(), ready=ready, started=started, first=request.first_at)
 
     def finished(self, request: EngineRequest) -> None:
         """Count a request that was served to its end; one may end without a single step."""

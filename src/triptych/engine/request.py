@@ -55,9 +55,11 @@ class EngineRequest:
     # When a step with its next row has to begin, on the engine's clock; the stage that knows may write it at any time.
     # Requests are served by it, then by arrival: where all have the same, first come, first served.
     due_at: float = 0.0
-    # Of use to metrics alone: when the request had what it needs to begin, and when its first step began.
+    # Of use to metrics and traces alone: when the request had what it needs to begin, when its first step began, and
+    # when its first token was drawn.
     ready_at: float = 0.0
     started_at: float | None = None
+    first_at: float | None = None
     # Tokens drawn so far. Row p draws the next one only if p == num_prompt_tokens - 1 + num_sampled, so a row that is
     # recomputed after a preemption never draws twice.
     num_sampled: int = 0

@@ -213,8 +213,8 @@ class Orchestrator:
         match message:
             case LoadProgress() | Loaded() | Heartbeat() | Fatal():
                 self._supervisor.on_message(process, message)
-            case Freed(request_id=request_id, stage=stage):
-                self._requests.freed(request_id, process, stage)
+            case Freed(request_id=request_id, stage=stage, times=times):
+                self._requests.freed(request_id, process, stage, times=times)
             case _:
                 self._requests.advance(message, frames[1] if len(frames) > 1 else b"")
 

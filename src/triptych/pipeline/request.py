@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from triptych.config.sampling import SamplingParams
 from triptych.connectors.wire import MediaItem, TokenLogprob
 from triptych.media.contract import MediaLease
+from triptych.pipeline.stage_report import StageReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +25,8 @@ class GenerationRequest:
     """A request ready to run: tokenised, validated, every default filled in, both seeds set.
 
     `talker` is None for text only. `voice` None is the model's own default. `speaks` is whether audio was asked for.
-    `arrival` is the loop's time that its deadline counts from, None: from its submission.
+    `arrival` is the loop's time that its deadline counts from, None: from its submission. `on_stage` hears once of each
+    stage that it was announced to: of one that had to be aborted possibly after the request's last event.
     """
 
     request_id: str
@@ -35,6 +38,7 @@ class GenerationRequest:
     media_tokens: MediaTokens = MediaTokens()
     lease: MediaLease | None = None  # closed when the request has ended, however it ended
     arrival: float | None = None
+    on_stage: Callable[[StageReport], None] | None = None
 
     @property
     def speaks(self) -> bool:

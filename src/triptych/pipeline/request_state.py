@@ -106,6 +106,10 @@ class RequestState:
             return self.text_reason is None or (self.request.speaks and self.speech_reason is None)
         return not self.audio_final or (kind == "talker" and self.speech_reason is None)
 
+    def num_tokens(self, kind: StageKind) -> int:
+        """What the stage has made as far as it has said: text tokens, or codec frames."""
+        return {"thinker": self.text_tokens, "talker": self.speech_frames, "code2wav": self.audio_frames}[kind]
+
     def progress(self) -> str:
         """For the message of an error: what came so far."""
         text = f"{self.text_tokens} text tokens"

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from triptych.config.schema import StageKind
 from triptych.connectors.wire import Abort, AudioOutput, Failed, Grant, Route, SpeechOutput, TextOutput
 from triptych.errors import DeadlineError, RequestError, StageError, TriptychError
-from triptych.media.contract import MediaLease
 from triptych.pipeline.admission import AUDIO_CREDIT, Admission
 from triptych.pipeline.request import GenerationRequest
 from triptych.pipeline.request_state import RequestState
 from triptych.pipeline.routing import Router
 from triptych.pipeline.stage_process import StageProcess
+from triptych.pipeline.stage_report import Outcome, StageReport
 from triptych.pipeline.stream import RequestStream
 from triptych.pipeline.supervisor import Supervisor
+from triptych.telemetry.stage_times import StageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +33,44 @@ class _Running:
     hosts: Mapping[StageKind, StageProcess]  # of the stages that it needs
     stream: RequestStream
     deadline: asyncio.TimerHandle
+    announced: float
+    reported: set[StageKind] = field(default_factory=set)  # whose end `on_stage` has heard of
+
+    def report(
+        self,
+        kind: StageKind,
+        outcome: Outcome,
+        now: float,
+        times: StageTimes | None = None,
+        finish_reason: str | None = None,
+    ) -> None:
+        """Tell of the end of a stage; only the first time counts."""
+        on_stage = self.state.request.on_stage
+        if on_stage is None or kind in self.reported:
+            return
+        self.reported.add(kind)
+        on_stage(
+            StageReport(
+                stage=kind,
+                replica=self.hosts[kind].replica,
+                outcome=outcome,
+                announced=self.announced,
+                ended=now,
+                times=times or StageTimes(),
+                num_tokens=self.state.num_tokens(kind),
+                finish_reason=finish_reason,
+            )
+        )
+
+    def close_lease(self) -> None:
+        if self.state.request.lease is not None:
+            self.state.request.lease.close()
 
 
 @dataclass(slots=True)
 class _Freeing:
+    request: _Running
     holders: set[tuple[StageProcess, StageKind]]  # that have not answered yet
-    lease: MediaLease | None
     deadline: asyncio.TimerHandle
 
 
@@ -95,6 +128,7 @@ class RequestTable:
                 request_id,
                 timeout_s,
             ),
+            announced=self._loop.time(),
         )
         self._running[request_id] = running
         route = {kind: host.replica_of(kind) for kind, host in running.hosts.items()}
@@ -114,15 +148,16 @@ class RequestTable:
                 case TextOutput(finish_reason=reason):
                     stream.push(state.on_text(message))
                     if reason is not None:
-                        self._router.finished(state.request_id, "thinker")
+                        self._stage_finished(running, "thinker", message.times, reason)
                 case AudioOutput(final=final):
                     stream.push(state.on_audio(message, samples))
                     if final:
-                        self._router.finished(state.request_id, "code2wav")
-                case SpeechOutput():
+                        self._stage_finished(running, "code2wav", message.times)
+                case SpeechOutput(finish_reason=reason):
                     state.on_speech(message)
-                    self._router.finished(state.request_id, "talker")
+                    self._stage_finished(running, "talker", message.times, reason)
                 case Failed(stage=stage, message=cause):
+                    running.report(stage, "failed", self._loop.time(), message.times)
                     raise StageError(f"stage {stage} failed: {cause}", stage, state.request_id)
         except StageError as error:
             logger.error("request %s: %s", state.request_id, error)
@@ -132,7 +167,7 @@ class RequestTable:
         if done is not None:
             running.deadline.cancel()
             del self._running[state.request_id]
-            _close(state.request.lease)
+            running.close_lease()
             stream.push(done)
 
     def cancel(self, request_id: str) -> None:
@@ -145,22 +180,31 @@ class RequestTable:
         """A process has died: fail the requests that still need it, and expect no more answers from it."""
         for running in list(self._running.values()):
             held = (kind for kind in process.stages.values() if running.hosts.get(kind) is process)
-            lost = next((kind for kind in held if running.state.needs(kind)), None)
-            if lost is not None:
+            needed = [kind for kind in held if running.state.needs(kind)]
+            for kind in needed:
+                running.report(kind, "failed", self._loop.time())
+            if needed:
+                lost = needed[0]
                 message = f"stage {lost} (process {process.name!r}) went down: {cause}"
                 self._fail(running, StageError(message, lost, running.state.request_id, status=503))
         for request_id in list(self._freeing):
             self.freed(request_id, process, *process.stages.values())
 
-    def freed(self, request_id: str, process: StageProcess, *stages: StageKind) -> None:
-        """These stages of a process hold nothing of an aborted request any more."""
+    def freed(
+        self, request_id: str, process: StageProcess, *stages: StageKind, times: StageTimes | None = None
+    ) -> None:
+        """These stages of a process hold nothing of an aborted request any more; `times` are those of the one stage
+        that says so itself."""
         freeing = self._freeing.get(request_id)
         if freeing is not None:
-            freeing.holders.difference_update((process, stage) for stage in stages)
+            for stage in stages:
+                if (process, stage) in freeing.holders:
+                    freeing.holders.remove((process, stage))
+                    freeing.request.report(stage, "aborted", self._loop.time(), times)
             if not freeing.holders:
                 freeing.deadline.cancel()
                 del self._freeing[request_id]
-                _close(freeing.lease)
+                freeing.request.close_lease()
 
     def fail_all(self, error: TriptychError) -> None:
         for running in list(self._running.values()):
@@ -170,8 +214,14 @@ class RequestTable:
         """Nobody answers any more."""
         for freeing in self._freeing.values():
             freeing.deadline.cancel()
-            _close(freeing.lease)
+            self._unanswered(freeing)
         self._freeing.clear()
+
+    def _stage_finished(
+        self, running: _Running, kind: StageKind, times: StageTimes | None, finish_reason: str | None = None
+    ) -> None:
+        self._router.finished(running.state.request_id, kind)
+        running.report(kind, "finished", self._loop.time(), times, finish_reason)
 
     def _grant(self, request_id: str) -> None:
         running = self._running.get(request_id)
@@ -203,20 +253,23 @@ class RequestTable:
         hosts = set(running.hosts.values())
         told = {host for host in hosts if host.loaded and self._supervisor.send(host, Abort(request_id=request_id))}
         holders = {(host, kind) for kind, host in running.hosts.items() if host in told}
-        lease = running.state.request.lease
+        for kind, host in running.hosts.items():
+            if host not in told:
+                running.report(kind, "aborted", self._loop.time())
         if holders:
             deadline = self._loop.call_later(FREE_S, self._give_up, request_id)
-            self._freeing[request_id] = _Freeing(holders, lease, deadline)
+            self._freeing[request_id] = _Freeing(running, holders, deadline)
         else:
-            _close(lease)
+            running.close_lease()
 
     def _give_up(self, request_id: str) -> None:
         freeing = self._freeing.pop(request_id)
-        _close(freeing.lease)
+        self._unanswered(freeing)
         silent = ", ".join(sorted(f"{kind} (process {process.name})" for process, kind in freeing.holders))
         logger.warning("request %s: no answer to its abort from %s", request_id, silent)
 
-
-def _close(lease: MediaLease | None) -> None:
-    if lease is not None:
-        lease.close()
+    def _unanswered(self, freeing: _Freeing) -> None:
+        """Let go of a request that some stages have not freed."""
+        freeing.request.close_lease()
+        for _, kind in freeing.holders:
+            freeing.request.report(kind, "aborted", self._loop.time())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -29,6 +29,9 @@ from triptych.server.metrics import Metrics
 from triptych.server.protocol import ChatCompletionRequest
 from triptych.server.sse import ClientGone
 
+if TYPE_CHECKING:
+    from triptych.server.tracing import Tracing
+
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads the answer
 
 
@@ -42,8 +45,9 @@ def create_app(
     model_name: str,
     model_aliases: Sequence[str] = (),
     api_key: str | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
-    """The application over a running orchestrator and a loader, which it neither starts nor stops.
+    """The application over a running orchestrator, a loader and tracing, which it neither starts nor stops.
 
     `model_name` and `model_aliases` are what the field `model` of a request may say. Without `api_key` everyone may
     ask.
@@ -58,6 +62,7 @@ def create_app(
         deploy=deploy,
         metrics=metrics,
         model_names=names,
+        tracing=tracing,
     )
     voices = list(config.talker.speaker_id) if config.talker and has_speech(config, deploy) else []
     api = _api(chat, names, voices, context_length(config, deploy))

@@ -7,11 +7,12 @@ HTTP error; one after it is an error event that ends the stream without `[DONE]`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -36,6 +37,9 @@ from triptych.server.metrics import Metrics
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 from triptych.server.request_clock import RequestClock
 from triptych.server.transcripts import Transcripts
+
+if TYPE_CHECKING:
+    from triptych.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +117,7 @@ class Call:
 
 
 class Chat:
-    """The endpoint. `model_names` are the names a request may give."""
+    """The endpoint. `model_names` are the names a request may give. `tracing` None: no request is traced."""
 
     def __init__(
         self,
@@ -125,6 +129,7 @@ class Chat:
         deploy: DeployConfig,
         metrics: Metrics,
         model_names: Sequence[str],
+        tracing: Tracing | None,
     ) -> None:
         self._orchestrator = orchestrator
         self._loader = loader
@@ -133,12 +138,13 @@ class Chat:
         self._deploy = deploy
         self._metrics = metrics
         self._model_names = model_names
+        self._tracing = tracing
         self._bodies = sse.BodyRoom(BODIES_HELD * deploy.media.max_body_bytes)
         self._transcripts = Transcripts()
 
     async def complete(self, http: Request) -> Response:
         """Answer one HTTP request. Raises TriptychError, or ClientGone when the client has left."""
-        clock = RequestClock(self._metrics)
+        clock = RequestClock(self._metrics, self._tracing.begin(http) if self._tracing is not None else None)
         try:
             with self._bodies.enter() as grow:
                 call = await self._submit(http, clock, grow)
@@ -152,6 +158,8 @@ class Chat:
                 return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
             # Headers wait for the first event, so that a request which fails before it gets an honest status.
             first = await sse.until_disconnect(http.receive, call.events.next())
+            if clock.trace is not None:
+                clock.trace.sends_headers()
         except BaseException as error:
             await call.events.aclose(error)
             raise
@@ -162,17 +170,25 @@ class Chat:
         arrival = asyncio.get_running_loop().time()
         request, parts = await asyncio.to_thread(self._read, body)
         del body  # what it holds may be large, and loading what it names take long
+        trace = clock.trace
+        if trace is not None:
+            trace.reads(request.model, streams=bool(request.stream), speaks=request.wants_audio)
         completion = Completion(model=request.model, audio_lifetime_s=self._deploy.audio_id_lifetime_s)
         media = _Media()
         try:
             if parts:  # what can be refused without them is
                 self._orchestrator.check_room(speak=request.wants_audio)
                 await asyncio.to_thread(check_request, **self._asked(request))
-                await sse.until_disconnect(http.receive, self._load(parts, request, media, arrival))
+                with trace.media(parts) if trace is not None else contextlib.nullcontext():
+                    await sse.until_disconnect(http.receive, self._load(parts, request, media, arrival))
                 parts.clear()
             generation = await asyncio.to_thread(self._prepare, request, completion.id, media.lease)
             encoder = self._encoder(request)
-            stream = self._orchestrator.submit(dataclasses.replace(generation, arrival=arrival))
+            generation = dataclasses.replace(generation, arrival=arrival)
+            if trace is not None:
+                generation = dataclasses.replace(generation, on_stage=trace.stage)
+                trace.submits(generation)
+            stream = self._orchestrator.submit(generation)
         except BaseException as error:
             media.close()
             if isinstance(error, RequestError):

@@ -5,22 +5,32 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from triptych.errors import CapacityError, RequestError
 from triptych.pipeline.request import AudioDelta, Done, Event, TextDelta
 from triptych.server.metrics import Metrics
 from triptych.server.sse import ClientGone
 
+if TYPE_CHECKING:
+    from triptych.server.request_trace import RequestTrace
+
 
 class RequestClock:
-    """Times one request. `saw` takes its events as they are sent on; after a Done, or a first `end`, nothing counts."""
+    """Times one request. `saw` takes its events as they are sent on; after a Done, or a first `end`, nothing counts.
 
-    def __init__(self, metrics: Metrics, now: Callable[[], float] = time.monotonic) -> None:
+    Its `trace`, if it has one, ends with it.
+    """
+
+    def __init__(
+        self, metrics: Metrics, trace: RequestTrace | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.trace = trace
         self._metrics = metrics
         self._now = now
         self._arrival = now()
         self._ended = False
-        self._has_text = False
+        self._first_text: float | None = None
         self._first_audio: float | None = None
         self._last_audio = 0.0
         self._audio_seconds = 0.0
@@ -29,8 +39,8 @@ class RequestClock:
     def saw(self, event: Event) -> None:
         now = self._now()
         match event:
-            case TextDelta() if event.text and not self._has_text:
-                self._has_text = True
+            case TextDelta() if event.text and self._first_text is None:
+                self._first_text = now
                 self._metrics.ttft.observe(now - self._arrival)
             case AudioDelta() if event.samples:
                 self._saw_audio(now, len(event.samples) / 4 / self._metrics.sample_rate)
@@ -41,16 +51,35 @@ class RequestClock:
         """The request is over without a Done: `error` says why; None when it was left by its client."""
         if self._ended:
             return
-        self._ended = True
         match error:
             case None | ClientGone() | asyncio.CancelledError():
-                self._metrics.count("disconnected")
+                self._end("disconnected", None)
             case RequestError():
-                self._metrics.count("refused")
+                self._end("refused", error)
             case CapacityError():
-                self._metrics.count("overloaded")
+                self._end("overloaded", error)
             case _:
-                self._metrics.count("failed")
+                self._end("failed", error)
+
+    def _end(self, outcome: str, result: Done | BaseException | None) -> None:
+        self._ended = True
+        self._metrics.count(outcome)
+        if self.trace is not None:
+            self.trace.end(outcome, self._measures(), result)
+
+    def _measures(self) -> dict[str, float]:
+        """What there is to say so far of the times of this request, under the names of `/metrics`."""
+        measures = {}
+        if self._first_text is not None:
+            measures["time_to_first_token_s"] = self._first_text - self._arrival
+        if self._first_audio is not None:
+            measures |= {
+                "audio_ttfp_s": self._first_audio - self._arrival,
+                "audio_duration_s": self._audio_seconds,
+                "audio_rtf": (self._last_audio - self._arrival) / self._audio_seconds,
+                "audio_underrun_s": self._underrun,
+            }
+        return measures
 
     def _saw_audio(self, now: float, seconds: float) -> None:
         if self._first_audio is None:
@@ -62,8 +91,7 @@ class RequestClock:
         self._last_audio = now
 
     def _finish(self, now: float, done: Done) -> None:
-        self._ended = True
-        self._metrics.count(done.finish_reason)
+        self._end(done.finish_reason, done)
         self._metrics.prompt_tokens.inc(done.prompt_tokens)
         self._metrics.count_media(done.media_tokens)
         self._metrics.generation_tokens.inc(done.text_tokens)

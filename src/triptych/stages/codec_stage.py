@@ -26,6 +26,7 @@ from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
 from triptych.stages.vocoder_work import VocoderWork
 from triptych.streaming.state import StreamState
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.stage_times import StageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -119,12 +120,14 @@ class CodecStage:
         if stream is not None:  # else it has ended while the grant was on its way
             stream.credit += message.count
 
-    def abort(self, request_id: str) -> None:
-        if request_id in self._streams:
-            self._free(self._streams[request_id])
-            self._counts.aborted += 1
-        else:  # frames of a request that was refused may be on their way
+    def abort(self, request_id: str) -> StageTimes | None:
+        stream = self._streams.get(request_id)
+        if stream is None:  # frames of a request that was refused may be on their way
             self._arrivals.close(request_id)
+            return None
+        self._free(stream)
+        self._counts.aborted += 1
+        return stream.times(self._clock())
 
     def poll_inputs(self) -> None:
         for item in self._arrivals.receive():
@@ -217,6 +220,7 @@ class CodecStage:
         if stream.ready_at is None and self._next_chunk(stream) is not None:
             stream.ready_at = self._clock()
             if not stream.num_chunks:
+                stream.first_ready_at = stream.ready_at
                 stream.playout.start_by = stream.ready_at + START_WAIT_S
 
     def _codes(self, stream: Stream, handoff: Handoff) -> Codes:
@@ -263,18 +267,26 @@ class CodecStage:
         if not np.isfinite(samples).all():
             self._fail(stream.request_id, "the vocoder made samples that are not numbers")
             return
+        now = self._clock()
+        if stream.first_at is None:
+            stream.first_at = now
         message = AudioOutput(
-            request_id=stream.request_id, seq=stream.num_chunks, num_frames=chunk.num_frames, final=chunk.final
+            request_id=stream.request_id,
+            seq=stream.num_chunks,
+            num_frames=chunk.num_frames,
+            final=chunk.final,
+            times=stream.times(now) if chunk.final else None,
         )
         self._outbox.send(message, samples.tobytes())
         stream.num_chunks += 1
         stream.num_decoded += chunk.num_frames
         stream.credit -= 1
-        stream.playout.hand_out(chunk.num_frames, self._clock())
+        stream.playout.hand_out(chunk.num_frames, now)
         stream.ready_at = None
         if chunk.final:
             self._free(stream)
-            self._counts.gen_time_s.observe(self._clock() - stream.started_at)
+            assert stream.started_at is not None
+            self._counts.gen_time_s.observe(now - stream.started_at)
         else:
             self._absorb(stream)
 
@@ -285,7 +297,8 @@ class CodecStage:
             return  # it has ended, so nobody waits for an answer
         self._free(stream)
         self._counts.failed += 1
-        self._outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+        times = stream.times(self._clock())
+        self._outbox.send(Failed(request_id=request_id, stage=self.kind, message=message, times=times))
 
     def _free(self, stream: Stream) -> None:
         """Give back all that the request holds here and in the connector, and its slot to the next in line."""

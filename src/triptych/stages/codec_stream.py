@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from triptych.connectors.contract import Handoff
 from triptych.errors import TriptychError
 from triptych.stages.playout_clock import PlayoutClock
+from triptych.telemetry.stage_times import StageTimes
 
 Codes = NDArray[np.int32]  # [n, num_quantizers]
 
@@ -34,7 +35,13 @@ class Stream:
     num_chunks: int = 0
     ended: bool = False  # the final handoff is in the buffer
     ready_at: float | None = None  # since when its next chunk could be decoded
-    started_at: float = 0.0  # when its first one was begun
+    first_ready_at: float | None = None  # since when its first one could be
+    started_at: float | None = None  # when its first one was begun
+    first_at: float | None = None  # when that one was decoded
+
+    def times(self, now: float) -> StageTimes:
+        """For a message about the request that is sent `now`."""
+        return StageTimes.until(now, ready=self.first_ready_at, started=self.started_at, first=self.first_at)
 
 
 @dataclass(frozen=True, slots=True)

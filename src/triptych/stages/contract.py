@@ -9,6 +9,7 @@ from typing import Protocol
 from triptych.config.schema import DeployConfig, StageConfig, StageKind
 from triptych.connectors.contract import Receiver, Sender
 from triptych.connectors.wire import Grant, StageStats, SubmitCodec, SubmitSpeech, SubmitText, ToServer
+from triptych.telemetry.stage_times import StageTimes
 
 Submit = SubmitText | SubmitSpeech | SubmitCodec
 
@@ -28,8 +29,9 @@ class Stage(Protocol):
     def grant(self, message: Grant) -> None:
         """More credit for audio chunks (Code2Wav; others ignore it)."""
 
-    def abort(self, request_id: str) -> None:
-        """Free everything of the request, at once and idempotently. The loop sends `Freed`."""
+    def abort(self, request_id: str) -> StageTimes | None:
+        """Free everything of the request, at once and idempotently. The loop sends `Freed` with its times, None for a
+        request that was not here."""
 
     def poll_inputs(self) -> None:
         """Take what the connectors have delivered (new handoffs, new credit)."""

@@ -136,8 +136,8 @@ class ProcessLoop:
                     stage.grant(message)
             case Abort(request_id=request_id):
                 for stage in self._stages:
-                    stage.abort(request_id)
-                    self._outbox.send(Freed(request_id=request_id, stage=stage.kind))
+                    times = stage.abort(request_id)
+                    self._outbox.send(Freed(request_id=request_id, stage=stage.kind, times=times))
             case PeerRestarted(process=process):
                 self._endpoint.reset_peer(process)
             case Shutdown():

@@ -49,6 +49,7 @@ from triptych.stages.loading import (
 from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
 from triptych.stages.speech_rows import SpeechRows
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.stage_times import StageTimes
 
 logger = logging.getLogger(__name__)
 
@@ -159,9 +160,11 @@ class TalkerStage:
     def grant(self, message: Grant) -> None:
         """The Talker sends no audio."""
 
-    def abort(self, request_id: str) -> None:
-        if self._drop(request_id):
+    def abort(self, request_id: str) -> StageTimes | None:
+        times = self._drop(request_id)
+        if times is not None:
             self.counts.aborted += 1
+        return times
 
     def poll_inputs(self) -> None:
         for arrival in self.arrivals.receive():
@@ -285,7 +288,7 @@ class TalkerStage:
     def _take(self, speech: SpeechRows, frame: list[int]) -> None:
         """One drawn frame of one request: on to Code2Wav, or the end."""
         engine = speech.engine
-        self.scheduler.sampled(engine)
+        self.engine.sampled(engine)
         if frame[0] == self.model.talker_config.codec_eos_token_id:
             self._finish(speech, FinishReason.STOP)
             return
@@ -331,24 +334,30 @@ class TalkerStage:
         self.engine.finished(speech.engine)
         nothing = np.zeros((0, self.model.num_code_groups), dtype=np.int32)
         self.handoffs.push(request_id, {"codes": nothing}, final=True)
-        self.outbox.send(SpeechOutput(request_id=request_id, num_frames=speech.num_frames, finish_reason=reason.value))
+        self.outbox.send(
+            SpeechOutput(
+                request_id=request_id,
+                num_frames=speech.num_frames,
+                finish_reason=reason.value,
+                times=self.engine.times(speech.engine),
+            )
+        )
 
     def _fail(self, request_id: str, message: str) -> None:
-        self._drop(request_id)
-        self._tell_failure(request_id, message)
+        self._tell_failure(request_id, message, self._drop(request_id))
 
-    def _tell_failure(self, request_id: str, message: str) -> None:
+    def _tell_failure(self, request_id: str, message: str, times: StageTimes | None = None) -> None:
         self.counts.failed += 1
-        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message, times=times))
 
-    def _drop(self, request_id: str) -> bool:
-        """Free everything of the request. Whether it was here."""
+    def _drop(self, request_id: str) -> StageTimes | None:
+        """Free everything of the request. None where it was not here."""
         rows = self.requests.pop(request_id, None)
         if rows is not None:
             self._release(rows, FinishReason.ABORT)
         self.arrivals.close(request_id)  # also of a request that was refused: its text may be on the way
         self.handoffs.close(request_id)
-        return rows is not None
+        return self.engine.times(rows.engine) if rows is not None else None
 
     def _release(self, speech: SpeechRows, reason: FinishReason) -> None:
         if speech.admitted:

@@ -48,6 +48,7 @@ from triptych.stages.loading import (
 )
 from triptych.stages.prompt_media import MediaLayers, PromptMedia
 from triptych.telemetry.stage_counts import StageCounts
+from triptych.telemetry.stage_times import StageTimes
 
 
 @dataclass(slots=True)
@@ -187,9 +188,11 @@ class ThinkerStage:
     def grant(self, message: Grant) -> None:
         """The Thinker sends no audio."""
 
-    def abort(self, request_id: str) -> None:
-        if self._drop(request_id):
+    def abort(self, request_id: str) -> StageTimes | None:
+        times = self._drop(request_id)
+        if times is not None:
             self.counts.aborted += 1
+        return times
 
     def poll_inputs(self) -> None:
         if self.handoffs is not None:
@@ -272,7 +275,7 @@ class ThinkerStage:
     def _take(self, request: _TextRequest, token: int, logprob: TokenLogprob | None) -> None:
         """One new token of one request: its text, its end, its way to the Talker."""
         engine = request.engine
-        self.scheduler.sampled(engine)
+        self.engine.sampled(engine)
         self.counts.tokens += 1
         request.silent_tokens += 1
         reason: FinishReason | None = None
@@ -299,6 +302,7 @@ class ThinkerStage:
                     num_cached_tokens=engine.num_cached_tokens,
                     logprobs=(logprob,) if logprob is not None else (),
                     finish_reason=reason.value if reason is not None else None,
+                    times=self.engine.times(engine) if reason is not None else None,
                 )
             )
             request.seq += 1
@@ -334,21 +338,20 @@ class ThinkerStage:
 
     def _fail(self, request: _TextRequest, message: str) -> None:
         request_id = request.engine.request_id
-        self._drop(request_id)
-        self._tell_failure(request_id, message)
+        self._tell_failure(request_id, message, self._drop(request_id))
 
-    def _tell_failure(self, request_id: str, message: str) -> None:
+    def _tell_failure(self, request_id: str, message: str, times: StageTimes | None = None) -> None:
         self.counts.failed += 1
-        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message))
+        self.outbox.send(Failed(request_id=request_id, stage=self.kind, message=message, times=times))
 
-    def _drop(self, request_id: str) -> bool:
-        """Free everything of the request. Whether it was here."""
+    def _drop(self, request_id: str) -> StageTimes | None:
+        """Free everything of the request. None where it was not here."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._release(request, FinishReason.ABORT)
         if self.handoffs is not None:
             self.handoffs.close(request_id)
-        return request is not None
+        return self.engine.times(request.engine) if request is not None else None
 
     def _release(self, request: _TextRequest, reason: FinishReason) -> None:
         if request.admitted:
