@@ -29,11 +29,12 @@ from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 
 BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
-PREDICTED_FRAMES = 256  # frames of a batch whose residual codes are learnt in a step
+PREDICTED_FRAMES = 512  # frames of a batch whose residual codes are learnt in a step
 # Of the frames read back: some are random, so that the text is what leads; some are what it would have said itself,
 # from a share of the schedule on, so that it goes on well behind its own mistakes.
 SPOILT_ANSWERS, SPOILT_FRAMES = 0.3, 0.15
 OWN_FROM, OWN_ANSWERS, OWN_FRAMES = 0.4, 0.5, 0.5
+LONG_ANSWERS, LONG = 0.15, 18  # answers of so many words: rare, and the first to be lost
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
@@ -50,11 +51,14 @@ class SpokenExamples:
 
     def __init__(self, bank: CodeBank, tokenizer: Tokenizer, config: OmniConfig) -> None:
         self.bank, self.tokenizer, self.config = bank, tokenizer, config
+        self.long = [sentence for sentence in bank.sentences if len(sentence.split()) >= LONG]
 
     def draw(self, rng: np.random.Generator) -> SpeechExample:
         source = random.Random(int(rng.integers(2**62)))
         sample = draw(source, "train")
         answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
+        if source.random() < LONG_ANSWERS:
+            answer = source.choice(self.long)
         if source.random() < STRAY_PROMPTS:
             sample = draw(source, "train")
         question = typed(source, sample.question)

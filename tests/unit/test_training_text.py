@@ -22,7 +22,7 @@ from training.domain import (
 from training.rows import NO_CODE, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch
 from training.scoring import distance, errors, fold, word_error_rate
-from training.tiny_config import SPEAKERS, tiny_config
+from training.tiny_config import CODES, QUANTIZERS, SPEAKERS, tiny_config
 from training.tokenizer import VOCAB_SIZE, build_tokenizer
 from triptych.config.sampling import SamplingParams
 from triptych.connectors.wire import SubmitSpeech
@@ -220,7 +220,7 @@ class CodeRows:
     """Code table whose rows can be read back: row = 1000 * group + code."""
 
     no_code = -1
-    num_code_groups = 8
+    num_code_groups = QUANTIZERS
 
     def code_rows(self, codes: list[int]) -> list[int]:
         return [1000 * group + code for group, code in enumerate(codes)]
@@ -261,7 +261,7 @@ def test_training_rows_are_the_rows_of_serving(
     prompt = chat(tokenizer, history, "what is my number?", system="Speak briefly.")
     answer = tokenizer.encode("your number is forty").ids
     rng = random.Random(1)
-    frames = [[rng.randrange(512) for _ in range(8)] for _ in range(frames_drawn)]
+    frames = [[rng.randrange(CODES) for _ in range(QUANTIZERS)] for _ in range(frames_drawn)]
     trained: SpeechExample = speech_example(prompt, answer, frames, "ethan", config)
     served = served_rows(prompt, answer, frames, config)
     assert trained.text_ids == served.text_ids

@@ -47,7 +47,8 @@ FAMILIES = {
 def locate(model: str) -> Path:
     """The checkpoint folder that `model` names: a small model's name, a folder, or a Hugging Face repository.
 
-    A folder of a small model's name is `./name`; the bare name means the model, and the log says so. A random model is made, and a repository downloaded (with its own progress and no deadline), the first time only.
+    A folder of a small model's name is `./name`; the bare name means the model, and the log says so. A random model is
+    made, and a repository downloaded (with its own progress and no deadline), the first time only.
     Raises CheckpointError when there is no such thing.
     """
     try:
