@@ -38,10 +38,15 @@ def words_of_phones(said: Sequence[str], lexicon: Sequence[Sequence[str]]) -> li
     return found
 
 
+def owners_of(sentence: str, voice: str, phones: Phones) -> list[int | None]:
+    """The word (by spaces) of a sentence that each of its phones belongs to, None for pauses."""
+    lexicon = [phones_of(word.strip(",:"), voice) for word in sentence.split()]
+    return words_of_phones([phone for phone, _ in phones], lexicon)
+
+
 def words_of_frames(sentence: str, voice: str, phones: Phones, frames: int) -> tuple[list[int | None], list[str]]:
     """Per codec frame the index of the word (by spaces) and the phone at its middle."""
-    lexicon = [phones_of(word.strip(",:"), voice) for word in sentence.split()]
-    owners = words_of_phones([phone for phone, _ in phones], lexicon)
+    owners = owners_of(sentence, voice, phones)
     words: list[int | None] = []
     names: list[str] = []
     current = 0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from training.alignment import phones_of, words_of_phones
+from training.alignment import owners_of
 from training.teacher import FRAME, SAMPLE_RATE, Speech, Waveform, read_waveform, speak, write_waveform
 
 LEAD, TAIL = 1, 2  # frames of quiet around a sentence
@@ -32,9 +32,7 @@ def in_frames(speech: Speech, sentence: str, voice: str) -> Speech:
 
     Raises RuntimeError where Rubber Band is not installed.
     """
-    lexicon = [phones_of(word.strip(",:"), voice) for word in sentence.split()]
-    owners = words_of_phones([phone for phone, _ in speech.phones], lexicon)
-    source, target = time_map([end for _, end in speech.phones], owners)
+    source, target = time_map([end for _, end in speech.phones], owners_of(sentence, voice, speech.phones))
     stretched = _stretch(_part(speech.samples, source[0], source[-1]), [at - source[0] for at in source], target)
     seconds = [frame * _SECONDS for frame in target]
     return Speech(

@@ -135,15 +135,19 @@ class TalkerTrainee(nn.Module):
         states = predictor.model(inputs_embeds=torch.stack(inputs, 1), use_cache=False).last_hidden_state
         return torch.stack([head(states[:, index + 1]) for index, head in enumerate(predictor.lm_head)], 1)
 
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The last hidden states [M, hidden] of a row per frame and one per end, and those of NAMING_LAYER."""
+        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
+        place = batch.rows, batch.columns
+        return states.last_hidden_state[place], self._inside.pop()[place]
+
     @torch.no_grad()
     def own_frames(self, batch: Batch) -> Tensor:
-        """What it would say itself in place of each target: frames [M, groups]; random ones in place of ends.
+        """What it would say itself in place of each target: frames [M, groups]; those in place of ends mean nothing.
 
         Each stands behind the true frames before it, and each residual code behind the true ones.
         """
-        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
-        self._inside.clear()
-        hidden = states.last_hidden_state[batch.rows, batch.columns]
+        hidden, _ = self.states(batch)
         first = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
         frames = torch.cat((first[:, None], batch.targets[:, 1:].clamp(max=self.codebook - 1)), 1)
         logits = SHARPER * self.residual_logits(hidden, frames)
@@ -152,13 +156,11 @@ class TalkerTrainee(nn.Module):
 
     def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
         """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
-        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
-        hidden = states.last_hidden_state[batch.rows, batch.columns]  # a row per frame, and one per end
+        hidden, inside = self.states(batch)
         logits = self.talker.codec_head(hidden)
         speaking = torch.nonzero(batch.targets[:, 0] != self.end).flatten()
         if predicted is not None and len(speaking) > predicted:
             speaking = speaking[torch.randperm(len(speaking))[:predicted]]
-        inside = self._inside.pop()[batch.rows, batch.columns]
         words, phones = self.word_head(inside), self.phone_head(inside)
         frames = batch.targets[speaking]
         residual = self.residual_logits(hidden[speaking], frames)

@@ -15,12 +15,14 @@ from triptych.cli.bench_options import (
     RequestTimeout,
     ResultPath,
     StartTimeout,
+    check_once,
+    check_results,
     command_line,
     measured_ceilings,
     serve_arguments,
 )
 from triptych.cli.options import DeployConfigPath, Model, PlatformOption, StageOverrides, stoppable
-from triptych.errors import ConfigError, TriptychError
+from triptych.errors import TriptychError
 
 if TYPE_CHECKING:
     from triptych.bench.ceilings import Ceilings
@@ -70,12 +72,8 @@ def command(
 
     levels, lengths = sorted(concurrency or LEVELS), sorted(seconds or SECONDS)
     for option, values in (("--concurrency", levels), ("--seconds", lengths)):
-        if len(set(values)) != len(values):
-            raise ConfigError(f"{option} {', '.join(f'{value:g}' for value in values)}: each of them once")
-    if record is not None:
-        report.check_result_path(record, "--record")
-    if result_json is not None:
-        report.check_result_path(result_json)
+        check_once(option, values)
+    check_results(record, result_json)
     arguments = serve_arguments(deploy_config, stage_overrides, platform)
     title = f"Growth of {model} on {machine.name()}"
     results: list[Growth] = []

@@ -14,13 +14,14 @@ from triptych.cli.bench_options import (
     RequestTimeout,
     ResultPath,
     StartTimeout,
+    check_once,
+    check_results,
     command_line,
     extra_fields,
     measured_ceilings,
     serve_arguments,
 )
 from triptych.cli.options import DeployConfigPath, Model, PlatformOption, StageOverrides, stoppable
-from triptych.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,12 +63,8 @@ def command(
     from triptych.bench.workload import RandomWorkload, Reply
 
     levels = concurrency or [1, 32]
-    if len(set(levels)) != len(levels):
-        raise ConfigError(f"--concurrency {', '.join(map(str, levels))}: each level once")
-    if record is not None:
-        report.check_result_path(record, "--record")
-    if result_json is not None:
-        report.check_result_path(result_json)
+    check_once("--concurrency", levels)
+    check_results(record, result_json)
     if charts is not None:
         check_charts(charts)
     reply = Reply(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,6 +45,22 @@ def serve_arguments(
     """These options as `triptych serve` takes them."""
     given = {"--deploy-config": deploy_config, "--stage-overrides": stage_overrides, "--platform": platform}
     return tuple(word for flag, value in given.items() if value is not None for word in (flag, str(value)))
+
+
+def check_results(record: Path | None, result_json: Path | None) -> None:
+    """Raises ConfigError where a run could not be written down once it is over."""
+    from triptych.bench.report import check_result_path
+
+    if record is not None:
+        check_result_path(record, "--record")
+    if result_json is not None:
+        check_result_path(result_json)
+
+
+def check_once(option: str, values: Sequence[float]) -> None:
+    """Raises ConfigError for a value that is given twice."""
+    if len(set(values)) != len(values):
+        raise ConfigError(f"{option} {', '.join(f'{value:g}' for value in values)}: each of them once")
 
 
 async def measured_ceilings(settings: Iterable[Setting]) -> list[Ceilings]:

@@ -14,6 +14,7 @@ from triptych.cli.bench_options import (
     RequestTimeout,
     ResultPath,
     StartTimeout,
+    check_results,
     command_line,
     measured_ceilings,
     serve_arguments,
@@ -46,10 +47,7 @@ def command(
     from triptych.bench import ceilings, machine, peers, report
     from triptych.models.registry import locate
 
-    if record is not None:
-        report.check_result_path(record, "--record")
-    if result_json is not None:
-        report.check_result_path(result_json)
+    check_results(record, result_json)
     arguments = serve_arguments(deploy_config, stage_overrides, platform)
     with stoppable():
         folder = locate(model)

@@ -15,40 +15,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf, lcm
 from operator import attrgetter
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.block_pool import BlockPool
+from triptych.engine.prefill_room import PrefillRoom, serving_order
 from triptych.engine.request import EngineRequest, FinishReason, RequestStatus
 from triptych.engine.scheduler_config import SchedulerConfig
 from triptych.errors import ContextLengthError, RequestError
 
 _arrival = attrgetter("arrival")
-_order = attrgetter("due_at", "arrival")
 
 # How many prefill rows may stand beside a decode row that is due at a time.
 Spare = Callable[[float], int]
-
-
-@dataclass(slots=True)
-class _PrefillRoom:
-    """What a step has left for prefill pieces: the token budget, and of it `spare` rows for those that are served after
-    the decode row that is due first."""
-
-    budget: int
-    spare: int
-    first: tuple[float, int] = (inf, 0)  # the place of that decode row
-
-    def of(self, request: EngineRequest) -> int:
-        return min(self.budget, self.spare) if _order(request) > self.first else self.budget
-
-    def take(self, request: EngineRequest, num_rows: int, *, cut: bool) -> None:
-        """A piece that is cut leaves nothing to those that are served under the same limit: none overtakes it."""
-        self.spare = 0 if cut else self.spare - num_rows
-        self.budget = 0 if cut and _order(request) <= self.first else self.budget - num_rows
 
 
 class Scheduler:
@@ -209,7 +190,7 @@ class Scheduler:
         """
         active: list[tuple[EngineRequest, int]] = []
         decodes: list[EngineRequest] = []
-        for request in sorted(self._running, key=_order):
+        for request in sorted(self._running, key=serving_order):
             end = self._end(request, request.num_computed_tokens)
             if end:
                 active.append((request, end))
@@ -271,13 +252,13 @@ class Scheduler:
             end = single_from if start < single_from else start + 1
         return end if end > start else 0
 
-    def _prefill_room(self, decodes: Sequence[EngineRequest], spare: Spare | None) -> _PrefillRoom:
+    def _prefill_room(self, decodes: Sequence[EngineRequest], spare: Spare | None) -> PrefillRoom:
         """`decodes` are in order."""
         budget = self.config.max_num_batched_tokens - len(decodes)
         first = next((request for request in decodes if request.due_at > -inf), None)
         if spare is None or first is None:
-            return _PrefillRoom(budget, budget)
-        return _PrefillRoom(budget, spare(first.due_at), _order(first))
+            return PrefillRoom(budget, budget)
+        return PrefillRoom(budget, spare(first.due_at), serving_order(first))
 
     def _cut(self, start: int, end: int, budget: int) -> int:
         """The end of a piece under a budget; `start` if not even one aligned cut fits."""
@@ -297,7 +278,7 @@ class Scheduler:
             return True
         while self.pool.num_free < missing:
             yielding = (other for other in self._running if self._yields(other, request))
-            victim = max(yielding, key=_order, default=None)
+            victim = max(yielding, key=serving_order, default=None)
             if victim is None:
                 return False
             self._preempt(victim, preempted)
@@ -305,7 +286,7 @@ class Scheduler:
         return True
 
     def _yields(self, other: EngineRequest, request: EngineRequest) -> bool:
-        if _order(other) > _order(request):
+        if serving_order(other) > serving_order(request):
             return True
         return other is not request and not self._end(other, other.num_computed_tokens)
 
@@ -321,7 +302,7 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[EngineRequest]:
         """Requests without blocks that could run if they got some, in the order in which they are served."""
-        for request in sorted(self._preempted, key=_order):
+        for request in sorted(self._preempted, key=serving_order):
             if self._can_start(request):
                 yield request
         if self._free_slots:
@@ -336,7 +317,7 @@ class Scheduler:
 
     def _admit(
         self,
-        room: _PrefillRoom,
+        room: PrefillRoom,
         singles: list[ScheduledRow],
         pieces: list[ScheduledRow],
         preempted: list[EngineRequest],
@@ -348,7 +329,7 @@ class Scheduler:
             hits = self._hits(request)
             if not self._fits(request, hits):
                 # Parked requests may stay so for long, and then nothing would run at all; idle ones go on soon.
-                parked = sorted((other for other in self._running if other.parked), key=_order)
+                parked = sorted((other for other in self._running if other.parked), key=serving_order)
                 if singles or pieces or not self._fits(request, hits, parked):
                     return
                 while not self._fits(request, hits):
