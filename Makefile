@@ -4,11 +4,13 @@ TORCH ?= torch==2.13.0
 OVERRIDES ?= {}
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: demo test eval-tiny lint format clean
 
-demo: $(READY)
+demo: $(INSTALLED)
 	$(BIN)/triptych demo
 
 # Speech, text, hearing and seeing of the tiny voice, on held-out questions through the server. Needs Debian's flite.
@@ -29,10 +31,16 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 # TORCH takes any requirement, and options with it, for a build other than the default one.
-$(READY): pyproject.toml
+$(INSTALLED): pyproject.toml
+	@echo "installing into $(VENV): PyTorch and what Triptych needs, over a gigabyte; it takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(PIP) $(TORCH)
+	$(PIP) -e .
+	touch $@
+
+# What tests and lint need on top.
+$(READY): $(INSTALLED)
+	$(PIP) -e ".[dev]"
 	touch $@
 
 clean:

@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: nothing in brackets is taken for markup, no flag is cut to fit a table
 )
 app.command("serve")(serve.command)
 app.command("generate")(generate.command)

@@ -128,6 +128,8 @@ def command(
             typer.echo(to_yaml(plan.deploy) + memory_report(memory_plan(plan), device_bytes), nl=False)
             return
         listener = bind(host, port)
+        stages = ", ".join(stage.stage for stage in plan.deploy.stages)
+        logger.info("starting %s with %s: %s", model, plan.profile, stages)
         status = asyncio.run(
             _serve_until_stopped(
                 plan, listener, served_model_name or [model], api_key, log_level.value, otlp_traces_endpoint

@@ -88,6 +88,11 @@ class StageProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.child.pid, signal.SIGKILL)
 
+    def abandon(self) -> None:
+        """Close the lifeline to an OS process that was not reaped in time: no pipe may outlive the event loop."""
+        if self.child is not None and self.child.stdin is not None:
+            self.child.stdin.close()
+
     def reset(self) -> None:
         """Forget the OS process that is gone."""
         if self.timer is not None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 STAGE_COMMAND = (sys.executable, "-m", "triptych.stages")
 STOP_S = 4.0  # for a process to leave after `Shutdown`
-KILL_S = 1.0  # for a killed process to be reaped
+KILL_S = 5.0  # for a killed process to be reaped: on a busy machine it takes its time
 FATAL_S = 0.5  # for the last message of a process that has exited by itself
 LATE_S = 1.0  # at least, for a heartbeat that is overdue
 
@@ -113,6 +113,8 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for process in self.processes.values():
+            process.abandon()
         self._control.close()
 
     def replicas(self, kind: StageKind) -> dict[str, StageProcess]:

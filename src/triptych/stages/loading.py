@@ -91,7 +91,8 @@ def load_model(context: StageContext, build: Callable[[], M], device: torch.devi
         progress=context.progress,
     )
     kept = f"{dtype}, {len(quantized)} projections as {method}," if quantized else dtype
-    logger.info("%s: weights on %s as %s in %.2f s", context.config.stage, device, kept, time.monotonic() - started)
+    seconds, part = time.monotonic() - started, type(model).__name__
+    logger.info("%s: weights of %s on %s as %s in %.2f s", context.config.stage, part, device, kept, seconds)
     return model
 
 
