@@ -1,0 +1,67 @@
+"""C code of this package, compiled for the machine at hand when a stage loads, and kept in the user's cache folder.
+
+Nothing is compiled while requests are served, and nothing twice: a library is named by its source, the compiler and what
+that takes the processor for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from triptych.config.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
+
+# No contraction, reassociation or vector library is asked for that could tell one row from another.
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+_DEADLINE_S = 60
+
+
+@functools.cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library of a C file; None, said once in the log, where there is no compiler or it fails."""
+    try:
+        return _load(source)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        reason = (said.strip() or str(error)).splitlines()[0]
+        logger.warning("%s is not compiled, its eager twin runs, which is slower: %s", source.name, reason)
+        return None
+
+
+def _load(source: Path) -> ctypes.CDLL:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler; install gcc or clang, or name one in the variable CC")
+    folder = cache_folder() / "compiled"
+    library = folder / f"{source.stem}-{_key(compiler, source)}.so"
+    if not library.exists():
+        started = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Made beside and moved: another process may be at the same.
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            _run([compiler, *_FLAGS, "-o", f"{made}/{library.name}", str(source)])
+            os.replace(f"{made}/{library.name}", library)
+        logger.info("%s: compiled by %s in %.1f s", source.name, compiler, time.monotonic() - started)
+    return ctypes.CDLL(str(library))
+
+
+def _key(compiler: str, source: Path) -> str:
+    """Of all that decides what the library does: the compiler's macros tell its version and the processor's features."""
+    macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    return hashlib.sha256("\0".join((*_FLAGS, macros, source.read_text())).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_DEADLINE_S
+    ).stdout
