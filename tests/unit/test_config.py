@@ -232,7 +232,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
             "stages[2].num_replicas",
             "1, but thinker has 2 and shares process 'text' with code2wav",
         ),
-        (0, {"enforce_eager": False}, "stages[0].enforce_eager", "not in this version"),
+        (0, {"enforce_eager": False}, "stages[0].enforce_eager", "thinker has no use for it, only talker"),
         (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list one device"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),

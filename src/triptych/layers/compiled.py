@@ -1,7 +1,7 @@
 """C code of this package, compiled for the machine at hand when a stage loads, and kept in the user's cache folder.
 
-Nothing is compiled while requests are served, and nothing twice: a library is named by its source, the compiler and what
-that takes the processor for.
+Nothing is compiled while requests are served, and nothing twice: a library is named by its source, the compiler and
+what that takes the processor for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triptych.config.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-# No contraction, reassociation or vector library is asked for that could tell one row from another.
+# The code orders its sums itself: nothing here lets the compiler reorder them.
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _DEADLINE_S = 60
 
@@ -56,7 +56,7 @@ def _load(source: Path) -> ctypes.CDLL:
 
 
 def _key(compiler: str, source: Path) -> str:
-    """Of all that decides what the library does: the compiler's macros tell its version and the processor's features."""
+    """All that decides what the library does; the compiler's macros tell its version and the processor's features."""
     macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
     return hashlib.sha256("\0".join((*_FLAGS, macros, source.read_text())).encode()).hexdigest()[:16]
 
