@@ -11,6 +11,7 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +32,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     """The library of a C file; None, said once in the log, where there is no compiler or it fails."""
     try:
         return _load(source)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         reason = (said.strip() or str(error)).splitlines()[0]
         logger.warning("%s is not compiled, its eager twin runs, which is slower: %s", source.name, reason)
@@ -39,9 +40,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _load(source: Path) -> ctypes.CDLL:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler; install gcc or clang, or name one in the variable CC")
+    compiler = _compiler()
     folder = cache_folder() / "compiled"
     library = folder / f"{source.stem}-{_key(compiler, source)}.so"
     if not library.exists():
@@ -49,15 +48,25 @@ def _load(source: Path) -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         # Made beside and moved: another process may be at the same.
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            _run([compiler, *_FLAGS, "-o", f"{made}/{library.name}", str(source)])
+            _run([*compiler, *_FLAGS, "-o", f"{made}/{library.name}", str(source), "-lm"])
             os.replace(f"{made}/{library.name}", library)
-        logger.info("%s: compiled by %s in %.1f s", source.name, compiler, time.monotonic() - started)
+        logger.info("%s: compiled by %s in %.1f s", source.name, shlex.join(compiler), time.monotonic() - started)
     return ctypes.CDLL(str(library))
 
 
-def _key(compiler: str, source: Path) -> str:
+def _compiler() -> list[str]:
+    """The command, which in the variable CC may have arguments."""
+    if named := shlex.split(os.environ.get("CC", "")):
+        return named
+    for name in ("cc", "gcc", "clang"):
+        if (found := shutil.which(name)) is not None:
+            return [found]
+    raise FileNotFoundError("there is no C compiler; install gcc or clang, or name one in the variable CC")
+
+
+def _key(compiler: list[str], source: Path) -> str:
     """All that decides what the library does; the compiler's macros tell its version and the processor's features."""
-    macros = _run([compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
     return hashlib.sha256("\0".join((*_FLAGS, macros, source.read_text())).encode()).hexdigest()[:16]
 
 

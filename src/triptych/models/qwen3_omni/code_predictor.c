@@ -147,7 +147,7 @@ static inline float exponential(float x) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    int32_t bits;
+    uint32_t bits;
     memcpy(&bits, &shifted, 4);
     bits = (bits + 127) << 23; /* what `shift` has in its low bits is shifted out */
     memcpy(&power, &bits, 4);
