@@ -316,6 +316,14 @@ def test_devices_come_out_as_torch_names_them() -> None:
     assert [stage.devices for stage in deploy.stages] == ["cuda", "cuda:1", "cuda:3"]
 
 
+def test_compiled_steps_are_for_the_cpu() -> None:
+    assert [stage.enforce_eager for stage in load("tiny_cpu").stages] == [True, False, True]
+    assert all(stage.enforce_eager for stage in load("tiny_cpu", "cuda").stages)
+    with pytest.raises(ConfigError, match="compiled steps are for the CPU in this version") as caught:
+        load("tiny_cpu", "cuda", stages={1: {"enforce_eager": False}})
+    assert caught.value.path == "stages[1].enforce_eager"
+
+
 # --- replicas ---
 
 

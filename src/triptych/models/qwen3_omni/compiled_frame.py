@@ -101,8 +101,8 @@ class CompiledFrame:
 
     def use_tables(self, tables: Tensor) -> None:
         """Embed residual codes from `tables` [residuals, vocab, hidden]."""
-        self._tables = tables if tables.dtype in (torch.float32, torch.bfloat16) else tables.float()
-        self._predictor.tables = self._tables.contiguous().data_ptr()
+        self._tables = (tables if tables.dtype in (torch.float32, torch.bfloat16) else tables.float()).contiguous()
+        self._predictor.tables = self._tables.data_ptr()
         self._predictor.narrow_tables = self._tables.dtype is torch.bfloat16
 
     def __call__(self, hidden: Tensor, first: Tensor, drawing: Drawing, logits: Tensor | None = None) -> Tensor:
@@ -112,7 +112,7 @@ class CompiledFrame:
         predictor.top_k, predictor.top_p = drawing.top_k, drawing.top_p
         needed = self._scratch_floats(ctypes.byref(predictor), rows)
         if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
+            self._scratch = torch.empty(needed, dtype=torch.float32)
         codes = torch.empty(rows, self.residuals, dtype=torch.int64)
         inputs = (
             hidden.float().contiguous(),
