@@ -16,9 +16,9 @@ from triptych.models.qwen3_omni.bridge import talker_prompt_token_ids
 WORDS = list(range(40, 75))
 
 
-@pytest.fixture(scope="module")
-def bench(nano: Path) -> Bench:
-    return Bench(nano)
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def bench(nano: Path, request: pytest.FixtureRequest) -> Bench:
+    return Bench(nano, talker={"enforce_eager": request.param})
 
 
 def hf_speech(hf: Any, prompt: list[int], *, tokens: int, frames: int, speaker: str) -> tuple[list[int], torch.Tensor]:

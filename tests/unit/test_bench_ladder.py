@@ -69,8 +69,8 @@ async def test_a_step_is_switched_on_even_where_the_config_has_it_off(tmp_path: 
 
 
 async def test_a_step_that_changes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "STEPS", (*STEPS, Step("graphs", off={"stages": every_stage(enforce_eager=True)})))
-    with pytest.raises(ConfigError, match=r"the step 'graphs' changes nothing after '\+ async chunk'"):
+    monkeypatch.setattr(ladder, "STEPS", (*STEPS, Step("tiles", off={"stages": every_stage(batch_invariant=True)})))
+    with pytest.raises(ConfigError, match=r"the step 'tiles' changes nothing after '\+ async chunk'"):
         await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
 
 

@@ -232,7 +232,7 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
             "stages[2].num_replicas",
             "1, but thinker has 2 and shares process 'text' with code2wav",
         ),
-        (0, {"enforce_eager": False}, "stages[0].enforce_eager", "not in this version"),
+        (0, {"enforce_eager": False}, "stages[0].enforce_eager", "thinker has no use for it, only talker"),
         (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list one device"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),
@@ -314,6 +314,14 @@ def test_inproc_is_only_for_stages_that_share_a_process(tmp_path: Path) -> None:
 def test_devices_come_out_as_torch_names_them() -> None:
     deploy = load("tiny_cpu", "cuda", stages={0: {"devices": "auto"}, 1: {"devices": 1}, 2: {"devices": "cuda:3"}})
     assert [stage.devices for stage in deploy.stages] == ["cuda", "cuda:1", "cuda:3"]
+
+
+def test_compiled_steps_are_for_the_cpu() -> None:
+    assert [stage.enforce_eager for stage in load("tiny_cpu").stages] == [True, False, True]
+    assert all(stage.enforce_eager for stage in load("tiny_cpu", "cuda").stages)
+    with pytest.raises(ConfigError, match="compiled steps are for the CPU in this version") as caught:
+        load("tiny_cpu", "cuda", stages={1: {"enforce_eager": False}})
+    assert caught.value.path == "stages[1].enforce_eager"
 
 
 # --- replicas ---

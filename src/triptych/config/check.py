@@ -27,6 +27,7 @@ _USED_BY: dict[str, tuple[StageKind, ...]] = {
     "block_size": ("thinker", "talker"),
     "num_kv_blocks": ("thinker", "talker"),
     "kv_cache_bytes": ("thinker", "talker"),
+    "enforce_eager": ("talker",),
     "encoder_budget": ("thinker",),
     "encoder_cache_bytes": ("thinker",),
     "frames_per_text_token": ("talker",),
@@ -190,10 +191,6 @@ def _check_stage(stage: StageConfig, path: str) -> None:
             "and '-', with a letter or a digit first",
             f"{path}.process",
         )
-    if not stage.enforce_eager:
-        raise ConfigError(
-            "graph capture is not in this version; write true, or leave the key out", f"{path}.enforce_eager"
-        )
     if stage.enable_prefix_caching and stage.stage != "thinker":
         raise ConfigError(
             f"{stage.stage} has no prefix cache (its rows belong to one request); write false, or leave the key out",
@@ -207,6 +204,12 @@ def _check_stage(stage: StageConfig, path: str) -> None:
                 f"{path}.{field.name}",
             )
     _check_devices(stage, f"{path}.devices")
+    if not stage.enforce_eager and stage.replica(0).devices != "cpu":
+        raise ConfigError(
+            f"compiled steps are for the CPU in this version, and devices is {stage.devices!r}; write true, or leave "
+            "the key out",
+            f"{path}.enforce_eager",
+        )
     if stage.quantization == "fp8" and stage.replica(0).devices == "cpu":
         raise ConfigError(
             f"'fp8' is for CUDA devices, and the {stage.stage} is on the CPU; write int8, or leave the key out",

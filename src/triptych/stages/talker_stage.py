@@ -20,7 +20,6 @@ from triptych.config.schema import StageKind
 from triptych.connectors.contract import Handoff
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
-from triptych.engine.draw import draw_top
 from triptych.engine.engine import Engine
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
@@ -29,7 +28,7 @@ from triptych.engine.sampler import Sampler
 from triptych.engine.step_cost import StepCost
 from triptych.errors import TriptychError
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
-from triptych.models.qwen3_omni.talker import RESIDUAL_TOP_K, RESIDUAL_TOP_P, Talker
+from triptych.models.qwen3_omni.talker import Talker
 from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence, deployed_cadence
 from triptych.stages.contract import Outbox, StageContext, Submit
@@ -47,6 +46,7 @@ from triptych.stages.loading import (
     stage_dtype,
 )
 from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
+from triptych.stages.residual_draw import ResidualDraw
 from triptych.stages.speech_rows import SpeechRows
 from triptych.telemetry.stage_counts import StageCounts
 from triptych.telemetry.stage_times import StageTimes
@@ -113,7 +113,7 @@ class TalkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Talker(checkpoint), device, dtype)
-        model.prepare(row_tile=row_tile(context.config))
+        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager)
         taken_bytes = allocated_bytes(device) - before
         return cls(
             model=model,
@@ -263,27 +263,13 @@ class TalkerStage:
         self, requests: list[SpeechRows], hidden: Tensor, first: Tensor, slots: list[int], positions: list[int]
     ) -> list[list[int]]:
         """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
-        count = len(requests)
-        # Padding repeats the first row, so it repeats what the first row drew.
-        pad = torch.tensor([*range(count), *[0] * (hidden.shape[0] - count)], device=self.device)
-        uniforms = torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device)
-        cold = [speech.engine.params.temperature == 0 for speech in requests]
-        greedy = torch.tensor(cold, device=self.device) if any(cold) else None
-
-        def draw(logits: Tensor, index: int) -> Tensor:
-            return self._draw_residual(logits[:count], uniforms[:, index], greedy, all(cold))[pad]
-
-        codes = self.model.residual_codes(hidden, first[pad], draw)
-        frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes[:count]), dim=1).tolist()
+        draw = ResidualDraw(
+            uniforms=torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device),
+            greedy=[speech.engine.params.temperature == 0 for speech in requests],
+        )
+        codes = self.model.residual_codes(hidden, first, draw)
+        frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes), dim=1).tolist()
         return frames
-
-    @staticmethod
-    def _draw_residual(logits: Tensor, uniforms: Tensor, greedy: Tensor | None, all_greedy: bool) -> Tensor:
-        """One residual code a row. The code predictor is greedy exactly when its request's Talker is."""
-        if all_greedy:
-            return logits.argmax(dim=-1)
-        codes = draw_top(logits, uniforms, temperature=1.0, top_k=RESIDUAL_TOP_K, top_p=RESIDUAL_TOP_P)
-        return codes if greedy is None else torch.where(greedy, logits.argmax(dim=-1), codes)
 
     def _take(self, speech: SpeechRows, frame: list[int]) -> None:
         """One drawn frame of one request: on to Code2Wav, or the end."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triptych.config.cache_folder import cache_folder
 from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.synthetic_config import Size
 
@@ -22,9 +22,7 @@ _MAKE = "import sys; from triptych.models.qwen3_omni.synthetic import cached_che
 
 def cached_folder(size: Size) -> Path:
     """Where the checkpoint of a size is, or will be, in the user's cache folder."""
-    configured = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
-    return root / "triptych" / "checkpoints" / f"{size}-v{VERSION}"
+    return cache_folder() / "checkpoints" / f"{size}-v{VERSION}"
 
 
 def ensure_checkpoint(size: Size) -> Path:

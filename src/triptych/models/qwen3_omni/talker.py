@@ -97,10 +97,13 @@ class Talker(nn.Module):
         yield from layer_placements(text, "talker.model", "backbone", layout)
         yield from self.code_predictor.placements(layout)
 
-    def prepare(self, *, row_tile: int = ROW_TILE) -> None:
-        """Project the text table, lay the code tables out as one, derive what the layers need."""
+    def prepare(self, *, row_tile: int = ROW_TILE, eager: bool = True) -> None:
+        """Project the text table, lay the code tables out as one, derive what the layers need.
+
+        Not `eager`: with compiled code where there is some and it can be compiled.
+        """
         self.backbone.prepare(row_tile)
-        self.code_predictor.prepare(row_tile)
+        self.code_predictor.prepare(row_tile, eager=eager)
         self.head = take_product(self, "codec_head")
         self.widen = take_product(self.hidden_projection, "fc1")
         self.narrow = take_product(self.hidden_projection, "fc2")
@@ -157,6 +160,6 @@ class Talker(nn.Module):
         return self.head(hidden).float()
 
     def residual_codes(self, hidden: Tensor, first: Tensor, draw: Draw) -> Tensor:
-        """hidden [B, hidden] and codebook-0 codes [B] -> residual codes [B, num_code_groups - 1]."""
+        """hidden [n or more, hidden] and codebook-0 codes [n] -> residual codes [n, num_code_groups - 1]."""
         codes: Tensor = self.code_predictor(hidden, F.embedding(first, self.codec_embedding), draw)
         return codes

@@ -1,0 +1,76 @@
+"""C code of this package, compiled for the machine at hand when a stage loads, and kept in the user's cache folder.
+
+Nothing is compiled while requests are served, and nothing twice: a library is named by its source, the compiler and
+what that takes the processor for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from triptych.config.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
+
+# The code orders its sums itself: nothing here lets the compiler reorder them.
+_FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+_DEADLINE_S = 120
+
+
+@functools.cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library of a C file; None, said once in the log, where there is no compiler or it fails."""
+    try:
+        return _load(source)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+        reason = (said.strip() or str(error)).splitlines()[0]
+        logger.warning("%s is not compiled, its eager twin runs, which is slower: %s", source.name, reason)
+        return None
+
+
+def _load(source: Path) -> ctypes.CDLL:
+    compiler = _compiler()
+    folder = cache_folder() / "compiled"
+    library = folder / f"{source.stem}-{_key(compiler, source)}.so"
+    if not library.exists():
+        started = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        # Made beside and moved: another process may be at the same.
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            _run([*compiler, *_FLAGS, "-o", f"{made}/{library.name}", str(source), "-lm"])
+            os.replace(f"{made}/{library.name}", library)
+        logger.info("%s: compiled by %s in %.1f s", source.name, shlex.join(compiler), time.monotonic() - started)
+    return ctypes.CDLL(str(library))
+
+
+def _compiler() -> list[str]:
+    """The command, which in the variable CC may have arguments."""
+    if named := shlex.split(os.environ.get("CC", "")):
+        return named
+    for name in ("cc", "gcc", "clang"):
+        if (found := shutil.which(name)) is not None:
+            return [found]
+    raise FileNotFoundError("there is no C compiler; install gcc or clang, or name one in the variable CC")
+
+
+def _key(compiler: list[str], source: Path) -> str:
+    """All that decides what the library does; the compiler's macros tell its version and the processor's features."""
+    macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
+    return hashlib.sha256("\0".join((*_FLAGS, macros, source.read_text())).encode()).hexdigest()[:16]
+
+
+def _run(command: list[str]) -> str:
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_DEADLINE_S
+    ).stdout

@@ -1,0 +1,326 @@
+/* The residual codes of some codec frames, as `code_predictor.py` draws them, in one call without the interpreter.
+
+   What a row computes does not depend on the rows beside it: everything but products runs a row at a time, and a product
+   sums each of its outputs over the inputs in their order, however many rows it has. Compiled by `layers/compiled.py`,
+   for this machine's processor; called through `compiled_frame.py`, which lays the weights out and mirrors the structs. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16 /* floats in a register */
+#define WIDTH 64 /* outputs of a product that are summed at a time */
+#elif defined(__AVX__)
+#define LANES 8
+#define WIDTH 16
+#else
+#define LANES 4
+#define WIDTH 16
+#endif
+#define PARTS (WIDTH / LANES)
+#define TILE 4 /* rows of a product that are summed at a time */
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* A weight [outputs, inputs] as blocks of WIDTH outputs, the last one filled up with zeros. In a block of float32 the
+   WIDTH weights of input 0 come first, then those of input 1. In one of bfloat16 (`narrow`) a word holds the weights of
+   inputs 2 i and, in its upper half, 2 i + 1. */
+typedef struct {
+    const void *blocks;
+    int32_t outputs, inputs, narrow;
+} Product;
+
+/* Norm weights are times the root of their number. `qk_norm` [heads + kv_heads, head_dim]. */
+typedef struct {
+    Product qkv, out, gate_up, down;
+    const float *input_norm, *qk_norm, *post_norm;
+} Layer;
+
+/* `tables` [residuals, vocab, hidden] in float32 or bfloat16. `cos` and `sin` [residuals + 1, head_dim / 2]. */
+typedef struct {
+    const Layer *layers;
+    const Product *draws;
+    const float *norm, *cos, *sin;
+    const void *tables;
+    double top_p;
+    float eps;
+    int32_t num_layers, residuals, hidden, heads, kv_heads, head_dim, intermediate, vocab, narrow_tables, top_k;
+} Predictor;
+
+/* Of each row: its length in the buffers that hold it. */
+typedef struct {
+    size_t hidden, attended, wide, vocab, positions, cache;
+} Strides;
+
+int32_t block_width(void) { return WIDTH; }
+
+static size_t padded(size_t length, size_t to) { return (length + to - 1) / to * to; }
+
+static Strides strides(const Predictor *p) {
+    size_t queries = (size_t)p->heads * p->head_dim, keys = (size_t)p->kv_heads * p->head_dim;
+    size_t qkv = queries + 2 * keys, gate_up = 2 * (size_t)p->intermediate;
+    size_t positions = padded((size_t)p->residuals + 1, LANES);
+    return (Strides){
+        .hidden = padded(p->hidden, WIDTH),
+        .attended = padded(queries, WIDTH),
+        .wide = padded(qkv > gate_up ? qkv : gate_up, WIDTH),
+        .vocab = padded(p->vocab, WIDTH),
+        .positions = positions,
+        .cache = 2 * keys * positions,
+    };
+}
+
+/* How many floats `draw_frames` needs to work with. */
+int64_t scratch_floats(const Predictor *p, int32_t rows) {
+    Strides s = strides(p);
+    size_t row = 2 * (2 * s.hidden + s.attended + s.wide) + s.vocab + p->num_layers * s.cache;
+    return (int64_t)(row * (size_t)rows);
+}
+
+static inline Floats load(const float *x) { return *(const Floats *)x; }
+
+/* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
+static inline __attribute__((always_inline)) void tile(
+    const char *block, int inputs, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int narrow,
+    int add) {
+    Floats total[TILE][PARTS] = {0};
+    if (narrow) {
+        const uint32_t *words = (const uint32_t *)block;
+        for (int i = 0; i < inputs; i += 2, words += WIDTH)
+            for (int part = 0; part < PARTS; part++) {
+                Words pair = *(const Words *)(words + part * LANES);
+                Floats even = (Floats)(pair << 16), odd = (Floats)(pair & 0xffff0000u);
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * even;
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + 1] * odd;
+            }
+    } else {
+        const float *weights = (const float *)block;
+        for (int i = 0; i < inputs; i++, weights += WIDTH)
+            for (int part = 0; part < PARTS; part++) {
+                Floats weight = load(weights + part * LANES);
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * weight;
+            }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int part = 0; part < PARTS; part++) {
+            Floats *out = (Floats *)(y + row * y_stride + part * LANES);
+            if (add) *out += total[row][part];
+            else *out = total[row][part];
+        }
+}
+
+/* y [rows, outputs] = or, where `add`, += x [rows, inputs] times the weight. What lies behind `outputs` in a row of y is
+   overwritten up to a whole block; where `inputs` is odd, what lies behind it in a row of x must be finite. */
+static void multiply(
+    const Product *p, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int add) {
+    int inputs = p->narrow ? (p->inputs + 1) / 2 * 2 : p->inputs;
+    size_t block_bytes = (size_t)inputs * WIDTH * (p->narrow ? 2 : 4);
+    const char *block = p->blocks;
+    for (int output = 0; output < p->outputs; output += WIDTH, block += block_bytes)
+        for (int row = 0; row < rows;) {
+            const float *from = x + row * x_stride;
+            float *to = y + row * y_stride + output;
+            int whole = rows - row >= TILE;
+            if (p->narrow && whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 1, add);
+            else if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, 1, 1, add);
+            else if (whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 0, add);
+            else tile(block, inputs, from, x_stride, to, y_stride, 1, 0, add);
+            row += whole ? TILE : 1;
+        }
+}
+
+/* exp to within two units in the last place, by Cephes' polynomial; without a branch, so that loops over it become
+   vector code. */
+static inline float exponential(float x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float shifted = x * 1.44269504f + shift, whole = shifted - shift, power;
+    float rest = x - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits + 127) << 23; /* what `shift` has in its low bits is shifted out */
+    memcpy(&power, &bits, 4);
+    return sum * power;
+}
+
+static __attribute__((noinline)) void rms_norm(const float *x, const float *weight, float floor, float *y, int size) {
+    float lanes[LANES] = {0}, sum = 0.0f;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane] * x[i + lane];
+    for (; i < size; i++) sum += x[i] * x[i];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    float scale = 1.0f / __builtin_sqrtf(sum + floor);
+    for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* One position of one stream in one layer: qkv [heads + 2 kv_heads, head_dim] -> out [heads, head_dim]. `cache` has, for
+   each key head, the keys as [head_dim, positions], then the values as [positions, head_dim]. */
+static __attribute__((noinline)) void attend(
+    const Predictor *p, const float *qk_norm, float *qkv, int position, float *cache, size_t positions, float *out) {
+    int dim = p->head_dim, half = dim / 2, group = p->heads / p->kv_heads;
+    const float *cos = p->cos + (size_t)position * half, *sin = p->sin + (size_t)position * half;
+    for (int head = 0; head < p->heads + p->kv_heads; head++) {
+        float *x = qkv + (size_t)head * dim;
+        rms_norm(x, qk_norm + (size_t)head * dim, p->eps * dim, x, dim);
+        for (int i = 0; i < half; i++) {
+            float left = x[i], right = x[i + half];
+            x[i] = left * cos[i] - right * sin[i];
+            x[i + half] = right * cos[i] + left * sin[i];
+        }
+    }
+    float scale = 1.0f / __builtin_sqrtf((float)dim), scores[positions];
+    for (int key_head = 0; key_head < p->kv_heads; key_head++) {
+        float *keys = cache + 2 * (size_t)key_head * dim * positions, *values = keys + dim * positions;
+        const float *key = qkv + (size_t)(p->heads + key_head) * dim, *value = key + (size_t)p->kv_heads * dim;
+        for (int i = 0; i < dim; i++) keys[i * positions + position] = key[i];
+        memcpy(values + (size_t)position * dim, value, 4 * (size_t)dim);
+        for (int head = key_head * group; head < (key_head + 1) * group; head++) {
+            const float *query = qkv + (size_t)head * dim;
+            float *mixed = out + (size_t)head * dim, peak, sum = 0.0f;
+            /* Of positions to come as well: those scores are not looked at. */
+            for (size_t at = 0; at < positions; at += LANES) {
+                Floats total = {0};
+                for (int i = 0; i < dim; i++) total += query[i] * load(keys + i * positions + at);
+                memcpy(scores + at, &total, sizeof total);
+            }
+            peak = scores[0];
+            for (int at = 1; at <= position; at++) peak = scores[at] > peak ? scores[at] : peak;
+            for (size_t at = 0; at < positions; at++) scores[at] = exponential((scores[at] - peak) * scale);
+            for (int at = 0; at <= position; at++) sum += scores[at];
+            for (int i = 0; i < dim; i++) mixed[i] = 0.0f;
+            for (int at = 0; at <= position; at++)
+                for (int i = 0; i < dim; i++) mixed[i] += scores[at] * values[at * dim + i];
+            for (int i = 0; i < dim; i++) mixed[i] /= sum;
+        }
+    }
+}
+
+/* both [2, size] -> silu(first) * second, over the first. */
+static __attribute__((noinline)) void gate(float *both, int size) {
+    for (int i = 0; i < size; i++) both[i] = both[i] / (1.0f + exponential(-both[i])) * both[size + i];
+}
+
+static float largest(const float *x, int size) {
+    float lanes[LANES], peak = x[0];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    for (; i < size; i++) peak = x[i] > peak ? x[i] : peak;
+    for (int lane = 0; lane < LANES; lane++) peak = lanes[lane] > peak ? lanes[lane] : peak;
+    return peak;
+}
+
+static uint64_t sum_from(const float *weights, int size, float cut) {
+    uint64_t sum = 0;
+    for (int i = 0; i < size; i++) sum += weights[i] >= cut ? (uint64_t)weights[i] : 0;
+    return sum;
+}
+
+/* One id by `draw_top` of engine/draw.py at temperature 1: the same arithmetic, exact in the same way. Overwrites x. */
+static int draw(float *x, int size, int top_k, double top_p, double uniform) {
+    float peak = largest(x, size), cut = 0.0f;
+    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * 17179869184.0f);
+    int depth = top_k < size ? top_k : size, count = 0;
+    float ranked[depth], least = -1.0f;
+    for (int i = 0; i < size; i++) {
+        if (!(x[i] > least)) continue;
+        int at = count < depth ? count++ : depth - 1;
+        for (; at > 0 && ranked[at - 1] < x[i]; at--) ranked[at] = ranked[at - 1];
+        ranked[at] = x[i];
+        if (count == depth) least = ranked[depth - 1];
+    }
+    if (count) cut = ranked[count - 1];
+    double mass = (double)sum_from(x, size, cut) * top_p, betters = 0.0;
+    for (int rank = 0; rank < count && betters < mass; rank++) {
+        cut = ranked[rank];
+        betters += ranked[rank];
+    }
+    double target = ((double)sum_from(x, size, cut) - 1.0) * uniform;
+    uint64_t below = 0;
+    for (int i = 0; i < size; i++) {
+        if (x[i] >= cut) below += (uint64_t)x[i];
+        if ((double)below > target) return i;
+    }
+    return size - 1;
+}
+
+static int first_largest(const float *x, int size) {
+    float peak = largest(x, size);
+    for (int i = 0; i < size; i++)
+        if (x[i] == peak) return i;
+    return 0;
+}
+
+static void embed(const Predictor *p, int residual, int64_t code, float *x) {
+    size_t at = ((size_t)residual * p->vocab + (size_t)code) * p->hidden;
+    if (!p->narrow_tables) {
+        memcpy(x, (const float *)p->tables + at, 4 * (size_t)p->hidden);
+        return;
+    }
+    const uint16_t *row = (const uint16_t *)p->tables + at;
+    for (int i = 0; i < p->hidden; i++) {
+        uint32_t bits = (uint32_t)row[i] << 16;
+        memcpy(x + i, &bits, 4);
+    }
+}
+
+/* hidden and first [rows, hidden]; uniforms [rows, residuals]; greedy [rows] -> codes [rows, residuals], and where
+   `logits` is not null what they were drawn from, [rows, residuals, vocab]. */
+void draw_frames(
+    const Predictor *p, int32_t rows, const float *hidden, const float *first, const double *uniforms,
+    const uint8_t *greedy, float *scratch, int64_t *codes, float *logits) {
+    Strides s = strides(p);
+    size_t most = 2 * (size_t)rows;
+    float *x = scratch, *normed = x + most * s.hidden, *attended = normed + most * s.hidden;
+    float *wide = attended + most * s.attended, *scores = wide + most * s.wide, *cache = scores + rows * s.vocab;
+    memset(scratch, 0, sizeof(float) * (size_t)scratch_floats(p, rows));
+    for (int row = 0; row < rows; row++) {
+        memcpy(x + row * s.hidden, hidden + (size_t)row * p->hidden, 4 * (size_t)p->hidden);
+        memcpy(x + (rows + row) * s.hidden, first + (size_t)row * p->hidden, 4 * (size_t)p->hidden);
+    }
+    for (int index = 0; index < p->residuals; index++) {
+        /* Positions 0 and 1 go through the layers together, then one at a time. */
+        int count = index ? rows : 2 * rows;
+        for (int at = 0; at < p->num_layers; at++) {
+            const Layer *layer = p->layers + at;
+            for (int row = 0; row < count; row++)
+                rms_norm(x + row * s.hidden, layer->input_norm, p->eps * p->hidden, normed + row * s.hidden, p->hidden);
+            multiply(&layer->qkv, normed, s.hidden, wide, s.wide, count, 0);
+            for (int row = 0; row < count; row++)
+                attend(
+                    p, layer->qk_norm, wide + row * s.wide, index ? index + 1 : row / rows,
+                    cache + ((size_t)at * rows + row % rows) * s.cache, s.positions, attended + row * s.attended);
+            multiply(&layer->out, attended, s.attended, x, s.hidden, count, 1);
+            for (int row = 0; row < count; row++)
+                rms_norm(x + row * s.hidden, layer->post_norm, p->eps * p->hidden, normed + row * s.hidden, p->hidden);
+            multiply(&layer->gate_up, normed, s.hidden, wide, s.wide, count, 0);
+            for (int row = 0; row < count; row++) gate(wide + row * s.wide, p->intermediate);
+            multiply(&layer->down, wide, s.wide, x, s.hidden, count, 1);
+        }
+        const float *last = x + (count - rows) * s.hidden;
+        for (int row = 0; row < rows; row++)
+            rms_norm(last + row * s.hidden, p->norm, p->eps * p->hidden, normed + row * s.hidden, p->hidden);
+        multiply(p->draws + index, normed, s.hidden, scores, s.vocab, rows, 0);
+        for (int row = 0; row < rows; row++) {
+            float *of = scores + row * s.vocab;
+            size_t place = (size_t)row * p->residuals + index;
+            if (logits) memcpy(logits + place * p->vocab, of, 4 * (size_t)p->vocab);
+            codes[place] = greedy[row] ? first_largest(of, p->vocab)
+                                       : draw(of, p->vocab, p->top_k, p->top_p, uniforms[place]);
+            embed(p, index, codes[place], x + row * s.hidden);
+        }
+    }
+}
