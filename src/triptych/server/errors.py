@@ -142,7 +142,7 @@ def _worded(error: ErrorDetails) -> str:
             count, what = values[bound], "character" if error["type"].startswith("string") else "item"
             values |= {bound: f"{count} {what}" if count == 1 else f"{count} {what}s", "has": len(error["input"])}
     if "expected" in values:
-        expected = values["expected"].replace("'", '"')
+        expected = str(values["expected"]).replace("'", '"')
         values["expected"] = {"False": "false", "True": "true"}.get(expected, expected)
     return _WORDS[error["type"]].format(**values) if error["type"] in _WORDS else error["msg"]
 
