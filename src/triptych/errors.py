@@ -35,14 +35,15 @@ class CheckpointError(TriptychError):
 
 
 class RequestError(TriptychError):
-    """The request is wrong; `param` names the offending field as the client wrote it."""
+    """The request is wrong; `param` names the offending field as the client wrote it, and `code` what is wrong with it:
+    its value, where nothing else is said."""
 
     status = 400
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_value" if param else None)
 
 
 class ContextLengthError(RequestError):

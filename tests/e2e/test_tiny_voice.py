@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -97,6 +98,18 @@ async def test_what_is_said_is_remembered(server: LiveServer) -> None:
     [reply] = await ask_all(server.url, [asked], 1)
     assert reply.text == asked.answer
     assert word_error_rate([asked.answer], [transcribe(reply.audio)]) <= 0.5
+
+
+def test_a_word_that_ends_the_text_is_not_heard(server: LiveServer) -> None:
+    asked = {"role": "user", "content": "what is seventeen plus twenty five"}
+    spoken = {"modalities": ["text", "audio"], "audio": {"voice": "ethan", "format": "pcm16"}, "seed": 0}
+    body = {"model": "tiny", "messages": [asked], "stop": "forty", **spoken}
+    message = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]["message"]
+    assert message["content"] == message["audio"]["transcript"] == "seventeen plus twenty five is "
+    samples = np.frombuffer(base64.b64decode(message["audio"]["data"]), dtype="<i2")
+    heard = transcribe(samples.astype(np.float32) / 32768).lower()
+    assert "forty" not in heard and "40" not in heard and "42" not in heard, heard
+    assert word_error_rate(["seventeen plus twenty five is"], [heard]) <= 0.4, heard
 
 
 async def test_what_the_readme_asks_is_answered_in_words(server: LiveServer) -> None:

@@ -17,6 +17,7 @@ from triptych.server.audio import FORMATS, AudioFormat, encodable, make_encoder,
 
 RATE = 24000
 COMPRESSED: tuple[AudioFormat, ...] = ("flac", "mp3", "opus", "aac")
+MP3_DELAY = 1105  # samples of silence that encoding and decoding put before the audio
 MAGIC = {"wav": (b"RIFF",), "flac": (b"fLaC",), "opus": (b"OggS",), "mp3": (b"ID3", b"\xff\xf3"), "aac": (b"\xff\xf1",)}
 
 
@@ -101,6 +102,27 @@ def test_flac_is_lossless(streaming: bool) -> None:
     samples = tone(0.3)
     data = b"".join(encode("flac", samples, streaming=streaming))
     assert np.array_equal(np.rint(decode(data) * 32768).astype(np.int16), pcm16(samples))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("audio_format", FORMATS)
+def test_the_same_samples_are_the_same_bytes_however_they_are_cut(audio_format: AudioFormat, streaming: bool) -> None:
+    first, second = (encode(audio_format, tone(0.7), streaming=streaming, cut=cut) for cut in (1920, 5003))
+    assert b"".join(first) == b"".join(second)
+
+
+@pytest.mark.parametrize("audio_format", FORMATS)
+def test_streamed_equals_whole_as_far_as_the_docs_say(audio_format: AudioFormat) -> None:
+    samples = tone(0.7)
+    streamed, whole = (b"".join(encode(audio_format, samples, streaming=streaming)) for streaming in (True, False))
+    assert (streamed == whole) == (audio_format in ("pcm16", "aac"))
+    if audio_format == "pcm16":
+        return
+    heard, expected = decode(streamed), decode(whole)
+    if audio_format == "mp3":  # no header says where the audio begins and ends between the encoder's padding
+        assert len(expected) == len(samples) and len(heard) % 576 == 0
+        heard = heard[MP3_DELAY : MP3_DELAY + len(samples)]
+    assert np.array_equal(heard, expected)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

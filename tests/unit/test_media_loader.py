@@ -101,12 +101,13 @@ async def test_an_error_names_its_part_or_the_option_at_fault(nano: Path) -> Non
         good = part(image_file(Image.fromarray(noise(64, 64))))
         with pytest.raises(RequestError, match=r"plain|unknown type") as refused:
             await loader.load([good, part("plain words", param="messages.3.content.1")], OPTIONS)
-        assert refused.value.param == "messages.3.content.1"
+        assert (refused.value.param, refused.value.code) == ("messages.3.content.1", "invalid_media")
         with pytest.raises(RequestError) as refused:
             await loader.load([part(video_file(film(4)), "video")], MediaOptions(num_frames=8))
-        assert refused.value.param == "mm_processor_kwargs.num_frames"
+        assert (refused.value.param, refused.value.code) == ("mm_processor_kwargs.num_frames", "invalid_value")
         with pytest.raises(RequestError, match="no sound") as refused:
             await loader.load([part(video_file(film(4)), "audio")], OPTIONS)
+        assert refused.value.code == "invalid_media"
         with pytest.raises(ContextLengthError, match="more than the context of 3") as refused:
             await loader.load([good], OPTIONS, max_rows=3)
         assert refused.value.param == good.param and refused.value.code == "context_length_exceeded"

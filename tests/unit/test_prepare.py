@@ -126,7 +126,7 @@ def test_voice_is_case_insensitive(
 def test_unknown_voice_lists_the_voices(processor: Processor, config: OmniConfig) -> None:
     with pytest.raises(RequestError, match="'alloy' is not one of this model's voices: chelsie, ethan") as caught:
         ask(processor, config, speak=True, voice="alloy")
-    assert caught.value.param == "audio.voice"
+    assert (caught.value.param, caught.value.code) == ("audio.voice", "invalid_value")
 
 
 def test_speech_without_speech_stages_is_refused(processor: Processor, config: OmniConfig) -> None:
@@ -173,7 +173,7 @@ def test_bad_override_is_a_request_error(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         ask(processor, config, thinker=overrides)
-    assert caught.value.param == param
+    assert (caught.value.param, caught.value.code) == (param, "invalid_value")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_bad_override_of_the_speech_is_a_request_error(
 ) -> None:
     with pytest.raises(RequestError) as caught:
         ask(processor, config, speak=True, talker=overrides)
-    assert caught.value.param == param
+    assert (caught.value.param, caught.value.code) == (param, "invalid_value")
 
 
 @pytest.mark.parametrize(

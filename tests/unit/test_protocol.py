@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from triptych.server.message import MOST_MESSAGES
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 
 BASE: dict[str, Any] = {"model": "omni", "messages": [{"role": "user", "content": "hi"}]}
+PYTHONS_WORDS = re.compile(r"\b(None|True|False|Input|List|Dictionary|validation|valid|instance)\b")
 SPOKEN = {"modalities": ["text", "audio"]}
 WITHOUT_EFFECT = {
     "user": "u",
@@ -39,6 +41,7 @@ def refused(**fields: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert caught.value.param and caught.value.param.split(".")[-1] in str(caught.value)
+    assert caught.value.code and not PYTHONS_WORDS.search(str(caught.value)), caught.value
     return caught.value
 
 
@@ -263,6 +266,15 @@ def test_an_empty_voice_is_not_the_default_one() -> None:
             "mm_processor_kwargs.use_audio_in_video",
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": 5, "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"user": 5}, "user"),
+        ({"user": {"a": [None, True, float("nan")]}}, "user"),
+        ({"temperature": None, "top_p": {"a": False}}, "top_p"),
+        ({"modalities": ["text", "audio", "text"]}, "modalities"),
+        ({"logit_bias": []}, "logit_bias"),
+        ({"metadata": {"a": None}}, "metadata.a"),
+        ({"mm_processor_kwargs": {"fps": True}}, "mm_processor_kwargs.fps"),
         ({"messages": [{"role": "user", "content": "x", "name": "Bob"}]}, "messages.0.name"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
         ({"model": None}, "model"),
@@ -283,6 +295,54 @@ def test_an_empty_voice_is_not_the_default_one() -> None:
 )
 def test_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
     assert refused(**fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": None}, "'model': should be a string; got null"),
+        ({"store": True}, "'store': should be false; got true"),
+        ({"n": 2}, "'n': should be 1; got 2"),
+        ({"stream": "yes"}, "'stream': should be true or false; got \"yes\""),
+        ({"seed": 0.5}, "'seed': should be a whole number; got 0.5"),
+        ({"top_p": "x"}, "'top_p': should be a number; got \"x\""),
+        ({"top_p": 0}, "'top_p': should be above 0; got 0"),
+        ({"temperature": -1}, "'temperature': should be at least 0; got -1"),
+        ({"temperature": 3}, "'temperature': should be at most 2; got 3"),
+        ({"stop_token_ids": None, "stop": {}}, "'stop': should be an array; got {}"),
+        ({"stop": ["a"] * 17}, "'stop': takes at most 16 items, has 17; got [" + '"a", ' * 6 + "...]"),
+        ({"stop": [""]}, "'stop.0': needs at least 1 character, has 0; got \"\""),
+        ({"messages": []}, "'messages': needs at least 1 item, has 0; got []"),
+        ({"modalities": ["text", "picture"]}, '\'modalities.1\': should be "text" or "audio"; got "picture"'),
+        ({"mm_processor_kwargs": True}, "'mm_processor_kwargs': should be an object; got true"),
+        ({"audio": None, "stream_options": [None]}, "'stream_options': should be an object; got [null]"),
+        (user(5), "'messages.0.content': should be a string or an array of parts; got 5"),
+    ],
+)
+def test_messages_are_in_the_words_of_json(fields: dict[str, Any], message: str) -> None:
+    assert str(refused(**fields)) == message
+
+
+def test_a_large_value_is_shown_in_a_short_message() -> None:
+    value = {"k" * 200: [{"a": ["x" * 200] * 9}] * 9, **{str(number): number for number in range(9)}}
+    assert len(str(refused(user=value))) < 500
+
+
+@pytest.mark.parametrize("name", ["tools", "functions"])
+def test_an_empty_array_of_tools_asks_for_nothing(name: str) -> None:
+    assert parse(**{name: []}) == parse()
+
+
+@pytest.mark.parametrize("name", ["web_search_options", "prediction", "tools", "function_call", "reasoning_effort"])
+def test_an_empty_object_may_ask_for_defaults_and_is_refused(name: str) -> None:
+    assert refused(**{name: {}}).code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("role", ["tool", "function", "narrator"])
+def test_an_unknown_role_is_named_before_the_fields_it_brings(role: str) -> None:
+    error = refused(messages=[*BASE["messages"], {"role": role, "tool_call_id": "1", "name": "f", "content": "5"}])
+    assert (error.param, error.code) == ("messages.1.role", "unsupported_parameter")
+    assert f'the role "{role}"; this server takes system, developer, user, assistant' in str(error)
 
 
 @pytest.mark.parametrize("kind", ["file", "refusal", "image_embeds", "input_image"])

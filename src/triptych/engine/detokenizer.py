@@ -10,6 +10,7 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer, decoders
 
@@ -18,12 +19,22 @@ from triptych.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """`text` may be emitted now. `released` are the next token ids, in order, whose text is now certain not to belong
-    to a stop string. `stopped` is whether a stop string has ended the text."""
+    """`text` may be emitted now. `released` are the next ids to speak, in order: of text that is now certain not to
+    belong to a stop string. `stopped` is whether a stop string has ended the text."""
 
     text: str
     released: list[int]
     stopped: bool
+
+
+class _Waiting(NamedTuple):
+    """A token that is not released yet. The characters that begin in it lie at [begin, end) of the text; `text` is what
+    is known of them."""
+
+    token_id: int
+    begin: int
+    end: int
+    text: str
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -42,8 +53,9 @@ class Detokenizer:
     The first stop string is the one that is complete first; of several that end at the same character, the longest.
     Text that may be the beginning of a stop string is held back until it is certain, and so is an unfinished UTF-8
     character; `finish` gives out what is held when no more tokens come. A token is released once all of its text is
-    certain; at a stop, those whose text begins before the stop string still are and those that lie inside it never.
-    A token without text is released as soon as all text before it is certain.
+    certain, one without text as soon as all text before it is. What is released is the text, to its end: where a stop
+    string begins inside a token, what that token has before it is encoded anew, without the white space at its end. A
+    word's token begins with a space, so a stop string that is a word leaves nothing of it.
 
     Costs O(1) for a token, whatever came before. Raises CheckpointError when the tokenizer is not byte-level.
     """
@@ -60,21 +72,17 @@ class Detokenizer:
         self._unfinished = False  # bytes of a character that has not ended are in _utf8
         self._length = 0  # characters decoded so far
         self._held = ""  # the last of them, which may begin a stop string
-        self._waiting: deque[tuple[int, int, int]] = deque()  # (token id, where its text begins, where it ends)
+        self._waiting: deque[_Waiting] = deque()
         self._stopped = False
 
     def push(self, token_id: int) -> Piece:
         """Take the next token. After a stop there is no more text: every further piece is empty and `stopped`."""
         if self._stopped:
             return Piece(text="", released=[], stopped=True)
-        data = self._bytes(token_id)
-        if data:
-            text, before = self._decode(data)
-            begin, end = self._length + before, self._length + len(text) + self._unfinished
-        else:
-            text, begin = "", self._length + self._unfinished
-            end = begin
-        self._waiting.append((token_id, begin, end))
+        unfinished = int(self._unfinished)  # a character that began before this token
+        text = self._feed(self._bytes(token_id))
+        end = self._length + len(text) + self._unfinished
+        self._waiting.append(_Waiting(token_id, self._length + unfinished, end, text[unfinished:]))
         return self._advance(text)
 
     def finish(self) -> Piece:
@@ -84,7 +92,7 @@ class Detokenizer:
         piece = self._advance(self._utf8.decode(b"", final=True))
         if piece.stopped:
             return piece
-        released = piece.released + [token_id for token_id, _, _ in self._waiting]
+        released = piece.released + [token.token_id for token in self._waiting]
         text = piece.text + self._held
         self._waiting.clear()
         self._held, self._unfinished = "", False
@@ -100,16 +108,8 @@ class Detokenizer:
         except KeyError:  # an added token, written as it is
             return str(token).encode()
 
-    def _decode(self, data: bytes) -> tuple[str, int]:
-        """The characters that `data` completes, and how many of them end before `data` begins."""
-        before, text = 0, ""
-        if self._unfinished:
-            # Fed alone, the first byte shows whether it goes on with the character or leaves it malformed.
-            text, data = self._feed(data[:1]), data[1:]
-            before = int(text != "" and (len(text) > 1 or self._unfinished))
-        return text + self._feed(data), before
-
     def _feed(self, data: bytes) -> str:
+        """The characters that `data` completes."""
         text = self._utf8.decode(data)
         rest = self._utf8.getstate()[0]
         if len(rest) == 2 and rest[0] == 0xED and rest[1] >= 0xA0:
@@ -131,15 +131,23 @@ class Detokenizer:
         emit = len(text) - pending
         self._held = text[emit:]
         certain = self._length - pending
+        return Piece(text=text[:emit], released=self._release(certain), stopped=False)
+
+    def _release(self, certain: int) -> list[int]:
+        """The ids of the tokens that end before position `certain` or at it."""
         released = []
-        while self._waiting and self._waiting[0][2] <= certain:
-            released.append(self._waiting.popleft()[0])
-        return Piece(text=text[:emit], released=released, stopped=False)
+        while self._waiting and self._waiting[0].end <= certain:
+            released.append(self._waiting.popleft().token_id)
+        return released
 
     def _stop(self, cut: int, text: str) -> Piece:
         """End the text at position `cut`; `text` is what is not emitted yet, up to the end of the stop string."""
         first = self._length - len(self._held)  # where `text` begins
-        released = [token_id for token_id, begin, end in self._waiting if begin < cut or end == cut]
+        released = self._release(cut)
+        if self._waiting and self._waiting[0].begin < cut:
+            token = self._waiting[0]
+            rest = token.text[: cut - token.begin].rstrip()
+            released += self._tokenizer.encode(rest, add_special_tokens=False).ids
         self._waiting.clear()
         self._held = ""
         self._stopped = True

@@ -315,4 +315,4 @@ def _raise_for(part: MediaPart, error: RequestError) -> NoReturn:
     """The same error about that part, unless it is about an option."""
     if isinstance(error, ContextLengthError):
         raise ContextLengthError(str(error), part.param) from error
-    raise RequestError(str(error), error.param or part.param, error.code) from error
+    raise RequestError(str(error), error.param or part.param, error.code or "invalid_media") from error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from triptych.config.json_value import shown
 from triptych.errors import DeadlineError, RequestError
 from triptych.media.contract import MediaLease, MediaLoader, MediaOptions, MediaPart
 
@@ -29,7 +29,7 @@ def media_options(values: Mapping[str, Any]) -> MediaOptions:
             known, name = ", ".join(MediaOptions.__struct_fields__), f"{name!s:.80}"
             raise RequestError(f"unknown option '{PATH}.{name}'; known: {known}", f"{PATH}.{name}", "unknown_parameter")
         if problem := _problem(name, value):
-            message = f"'{PATH}.{name}': {problem}; got {reprlib.repr(value)}"
+            message = f"'{PATH}.{name}': {problem}; got {shown(value)}"
             raise RequestError(message, f"{PATH}.{name}", "invalid_value")
     return msgspec.convert(given, MediaOptions)
 

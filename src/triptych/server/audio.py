@@ -39,6 +39,7 @@ class _Codec:
         self.encoder, self.container, self.bit_rate, self.options = encoder, container, bit_rate, options
 
 
+_SAME_BYTES = {"fflags": "+bitexact"}  # else FFmpeg draws a random number for each Ogg stream
 _CODECS: dict[str, _Codec] = {
     "flac": _Codec("flac", "flac", 0, {}),
     "mp3": _Codec("libmp3lame", "mp3", 96_000, {"write_xing": "0", "id3v2_version": "0"}),
@@ -168,7 +169,8 @@ class CompressedEncoder:
         self._frame_type = av.AudioFrame
         self._rate = sample_rate
         self._sink: Any = _Sink() if streaming else io.BytesIO()
-        self._container = av.open(self._sink, "w", format=codec.container, options=codec.options if streaming else {})
+        options = _SAME_BYTES | (codec.options if streaming else {})
+        self._container = av.open(self._sink, "w", format=codec.container, options=options)
         self._stream = self._container.add_stream(codec.encoder, rate=sample_rate, layout="mono")
         if codec.bit_rate:
             self._stream.bit_rate = codec.bit_rate

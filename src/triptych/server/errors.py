@@ -6,23 +6,36 @@
 from __future__ import annotations
 
 import logging
-import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
+from triptych.config.json_value import LONGEST_SHOWN, shown
 from triptych.errors import CapacityError, DeadlineError, RequestError, StageError
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SHOWN = 80
-_WORDS = {"list_type": "Input should be an array", "dict_type": "Input should be an object"}  # JSON's, not Python's
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = LONGEST_SHOWN
+_WORDS = {  # of pydantic's errors, in JSON's words; its own are Python's
+    "bool_type": "should be true or false",
+    "dict_type": "should be an object",
+    "float_type": "should be a number",
+    "greater_than": "should be above {gt}",
+    "greater_than_equal": "should be at least {ge}",
+    "int_type": "should be a whole number",
+    "less_than": "should be below {lt}",
+    "less_than_equal": "should be at most {le}",
+    "list_type": "should be an array",
+    "literal_error": "should be {expected}",
+    "string_too_short": "needs at least {min_length}, has {has}",
+    "string_type": "should be a string",
+    "too_long": "takes at most {max_length}, has {has}",
+    "too_short": "needs at least {min_length}, has {has}",
+}
 STAGE_RETRY_AFTER = 5  # seconds until a stage that is being restarted is worth another try
 
 
@@ -41,7 +54,7 @@ class ModelNotFoundError(RequestError):
     status = 404
 
     def __init__(self, model: str, served: Sequence[str]) -> None:
-        message = f"the model {shown(model)} does not exist here; this server has {', '.join(map(repr, served))}"
+        message = f"the model {shown(model)} does not exist here; this server has {', '.join(map(shown, served))}"
         super().__init__(message, param="model", code="model_not_found")
 
 
@@ -110,7 +123,7 @@ def invalid_request(error: ValidationError) -> RequestError:
     if "key" in first.get("ctx", {}):  # an error of ours that is about one of the input's values
         value = value[first["ctx"]["key"]]
         path.append(cut(first["ctx"]["key"]))
-    param, kind, message = ".".join(path), first["type"], _WORDS.get(first["type"], first["msg"])
+    param, kind, message = ".".join(path), first["type"], _worded(first)
     if kind == "unknown":
         return RequestError(f"unknown field {param!r}", param, "unknown_parameter")
     if kind == "missing":
@@ -120,9 +133,18 @@ def invalid_request(error: ValidationError) -> RequestError:
     return RequestError(f"{param!r}: {message}; got {shown(value)}", param, "invalid_value")
 
 
-def shown(value: Any) -> str:
-    """What a client sent, in a message to it: no longer than a message may be."""
-    return _SHORT.repr(value)
+def _worded(error: ErrorDetails) -> str:
+    """What is wrong with a value."""
+    context = error.get("ctx", {})
+    values = {name: int(of) if isinstance(of, float) and of.is_integer() else of for name, of in context.items()}
+    for bound in ("min_length", "max_length"):
+        if bound in values:
+            count, what = values[bound], "character" if error["type"].startswith("string") else "item"
+            values |= {bound: f"{count} {what}" if count == 1 else f"{count} {what}s", "has": len(error["input"])}
+    if "expected" in values:
+        expected = str(values["expected"]).replace("'", '"')
+        values["expected"] = {"False": "false", "True": "true"}.get(expected, expected)
+    return _WORDS[error["type"]].format(**values) if error["type"] in _WORDS else error["msg"]
 
 
 def cut(name: str) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from triptych.config.json_value import shown
 from triptych.errors import RequestError
 from triptych.media.contract import MediaKind, MediaPart
 from triptych.pipeline.media import DETAIL_PIXELS
-from triptych.server.errors import shown
 
 NO_TOOLS = "this server does not call tools"
 MOST_MESSAGES = 16384  # as many as the longest context holds; and as many parts in one
@@ -26,18 +26,19 @@ class Body(BaseModel):
     @classmethod
     def _known_names(cls, value: Any) -> Any:
         if not isinstance(value, dict):
-            raise PydanticCustomError("object", "Input should be an object")
+            raise PydanticCustomError("object", "should be an object")
         for name in value:
             if name not in cls.model_fields:
                 raise PydanticCustomError("unknown", "unknown field", {"key": name})
         return value
 
 
-def refuse(reason: str) -> BeforeValidator:
-    """A field that is known but not honoured: null and empty pass, anything else is an error that says why."""
+def refuse(reason: str, *, lists: bool = False) -> BeforeValidator:
+    """A field that is known but not honoured: an error that says why. Null passes, and so does an empty array where the
+    field `lists` what is asked for: that is nothing. An empty object may stand for all defaults, and does not."""
 
     def check(value: Any) -> None:
-        if value not in (None, [], {}):
+        if value is not None and not (lists and value == []):
             raise PydanticCustomError("unsupported", "{reason}", {"reason": reason})
 
     return BeforeValidator(check)
@@ -49,7 +50,7 @@ def _addressed(value: Any) -> Any:
 
 def _no_url(data: str) -> str:
     if ":" in data[:16]:
-        raise PydanticCustomError("base64", "Input should be base64; send a URL in a part of type 'audio_url'")
+        raise PydanticCustomError("base64", "should be base64; send a URL in a part of type 'audio_url'")
     return data
 
 
@@ -155,7 +156,7 @@ Content = Annotated[
     Discriminator(
         _content_kind,
         custom_error_type="content",
-        custom_error_message="Input should be a string or a list of parts",
+        custom_error_message="should be a string or an array of parts",
     ),
 ]
 
@@ -169,16 +170,19 @@ class AudioReference(Body):
     transcript: str | None = None
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
 class Message(Body):
     """`content` may be null where an assistant's message refers to what it said by `audio.id`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     name: Annotated[None, refuse("the model does not see participants' names")] = None
     audio: AudioReference | None = None
-    tool_calls: Annotated[None, refuse(NO_TOOLS)] = None
+    tool_calls: Annotated[None, refuse(NO_TOOLS, lists=True)] = None
     function_call: Annotated[None, refuse(NO_TOOLS)] = None
     refusal: Annotated[None, refuse("send the text of the refusal as content")] = None
-    annotations: Annotated[None, refuse("this server makes no annotations")] = None
+    annotations: Annotated[None, refuse("this server makes no annotations", lists=True)] = None
     content: Content | None = None
 
     @property
@@ -198,6 +202,24 @@ class Message(Body):
                 for part in content
             ]
         return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+def _known_role(message: Any) -> Any:
+    """The role comes first: one that is not known may bring fields of its own."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if isinstance(role, str) and role not in get_args(Role):
+        raise PydanticCustomError(
+            "unsupported",
+            "the role {role}; this server takes {known}",
+            {"key": "role", "role": shown(role), "known": ", ".join(get_args(Role))},
+        )
+    return message
+
+
+Messages = Annotated[
+    list[Annotated[Message, BeforeValidator(_known_role)]],
+    Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+]
 
 
 def check_messages(messages: Sequence[Message]) -> None:

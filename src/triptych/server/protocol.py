@@ -3,6 +3,8 @@
 Nothing is ignored in silence. A field is honoured, or refused by name (unknown or not supported), or on this list of
 bookkeeping fields that are accepted and have no effect: `user`, `metadata`, `store: false`, `safety_identifier`,
 `prompt_cache_key`, `prompt_cache_retention`; and, beside the `id` of an assistant's `audio`, what else came with it.
+Null is the same as absent, and so is an empty array of what cannot be asked for here: `tools`, `functions`, and in a
+message `tool_calls`, `annotations`.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
+from triptych.config.json_value import shown
 from triptych.config.sampling import sampling_params
 from triptych.errors import ConfigError, RequestError
 from triptych.media.contract import MediaOptions, MediaPart
 from triptych.pipeline.media import media_options
 from triptych.server.audio import AudioFormat
-from triptych.server.errors import PayloadTooLargeError, invalid_request, shown
-from triptych.server.message import MOST_MESSAGES, NO_TOOLS, Body, Message, TextPart, check_messages, refuse
+from triptych.server.errors import PayloadTooLargeError, invalid_request
+from triptych.server.message import NO_TOOLS, Body, Messages, TextPart, check_messages, refuse
 
 STAGES = ("thinker", "talker", "code2wav")
 MOST_METADATA = 16  # pairs, as in OpenAI's API
@@ -49,14 +52,14 @@ def _biases(value: Any) -> Any:
         if not (key.isascii() and key.isdecimal() and len(key) <= 10):
             raise PydanticCustomError("token_id", "a key should be a token id", {"key": key})
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise PydanticCustomError("bias", "Input should be a number from -100 to 100", {"key": key})
+            raise PydanticCustomError("bias", "should be a number from -100 to 100", {"key": key})
         biases[int(key)] = float(bias)
     return biases
 
 
 def _few(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MOST_METADATA:
-        raise PydanticCustomError("too_long", "at most {most} pairs", {"most": MOST_METADATA})
+        raise PydanticCustomError("pairs", "takes at most {most} pairs", {"most": MOST_METADATA})
     return value
 
 
@@ -78,7 +81,7 @@ class ResponseFormat(Body):
 
 class ChatCompletionRequest(Body):
     model: str
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Messages
 
     modalities: Annotated[list[Literal["text", "audio"]], Field(min_length=1, max_length=2)] | None = None
     audio: AudioOptions | None = None
@@ -124,10 +127,10 @@ class ChatCompletionRequest(Body):
     prompt_cache_retention: str | None = None
 
     # Known, but not honoured here.
-    tools: Annotated[None, refuse(NO_TOOLS)] = None
+    tools: Annotated[None, refuse(NO_TOOLS, lists=True)] = None
     tool_choice: Annotated[None, refuse(NO_TOOLS)] = None
     parallel_tool_calls: Annotated[None, refuse(NO_TOOLS)] = None
-    functions: Annotated[None, refuse(NO_TOOLS)] = None
+    functions: Annotated[None, refuse(NO_TOOLS, lists=True)] = None
     function_call: Annotated[None, refuse(NO_TOOLS)] = None
     web_search_options: Annotated[None, refuse("this server does not search the web")] = None
     prediction: Annotated[None, refuse("this server takes no predicted output")] = None
@@ -249,7 +252,7 @@ def _check_media_options(request: ChatCompletionRequest) -> None:
     top, nested = request.use_audio_in_video, (request.mm_processor_kwargs or {}).get("use_audio_in_video")
     if None not in (top, nested) and top != nested:
         raise RequestError(
-            f"'use_audio_in_video' is {str(top).lower()}, but in 'mm_processor_kwargs' it is {shown(nested)}; give one "
+            f"'use_audio_in_video' is {shown(top)}, but in 'mm_processor_kwargs' it is {shown(nested)}; give one "
             "of them",
             "mm_processor_kwargs.use_audio_in_video",
             "invalid_value",
@@ -259,7 +262,7 @@ def _check_media_options(request: ChatCompletionRequest) -> None:
 
 def _check_modalities(request: ChatCompletionRequest) -> None:
     if request.modalities and len(set(request.modalities)) < len(request.modalities):
-        raise RequestError(f"'modalities' names one twice: {request.modalities}", "modalities", "invalid_value")
+        raise RequestError(f"'modalities' names one twice: {shown(request.modalities)}", "modalities", "invalid_value")
     for field in ("audio", "speaker", "voice"):
         if getattr(request, field) is not None and not request.wants_audio:
             raise RequestError(
@@ -307,8 +310,8 @@ def _check_stage_params(request: ChatCompletionRequest) -> None:
     for name, value in request.listed(0).items():
         if own.get(name) != value:
             raise RequestError(
-                f"'sampling_params_list.0.{name}' is {value!r}, but at the top level {name!r} is {own.get(name)!r}; "
-                "give one of them",
+                f"'sampling_params_list.0.{name}' is {shown(value)}, but at the top level {name!r} is "
+                f"{shown(own.get(name))}; give one of them",
                 f"sampling_params_list.0.{name}",
                 "invalid_value",
             )
