@@ -18,7 +18,7 @@ from training.tokenizer import build_tokenizer
 from training.train_talker import Batch, SpokenExamples, TalkerTrainee
 from triptych.models.qwen3_omni.config import parse_config
 
-UTTERANCES, BATCH, SEED = 9_000, 16, 11
+BATCH, SEED = 16, 11
 
 
 def own_frames(work: Path, utterances: list[tuple[str, str]]) -> list[Frames]:

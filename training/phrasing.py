@@ -10,7 +10,20 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from training.domain import COLOURS, SHAPES, SIGNS, Exchange, Sample, Split, draw, number, spell, typed
+from training.domain import (
+    COLOURS,
+    SHAPES,
+    SIGNS,
+    Exchange,
+    Sample,
+    Split,
+    draw,
+    draw_long,
+    draw_sum,
+    number,
+    spell,
+    typed,
+)
 
 # Half of the conversations have no system prompt. One is that of the published checkpoint's own examples.
 _SYSTEMS = (
@@ -214,3 +227,14 @@ def _fact(rng: random.Random) -> Sample:
         answer=f"i will remember your {what} is {value}",
         closed=what != "number",
     )
+
+
+# Mostly what the domain draws, with more of what takes longest to learn, and what it does not draw.
+_WRITTEN = ((draw, 0.35), (draw_sum, 0.3), (draw_long, 0.15), (facts, 0.08), (below_zero, 0.05), (strange, 0.07))
+
+
+def written(rng: random.Random, split: Split) -> Sample:
+    """A conversation to be written, some of it long."""
+    kinds, weights = zip(*_WRITTEN, strict=True)
+    [draw_one] = rng.choices(kinds, weights)
+    return with_earlier(rng, draw_one(rng, split))

@@ -13,10 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.domain import Split, draw, draw_long, draw_sum
+from training.domain import Split
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.naming import Covered
-from training.phrasing import below_zero, facts, phrased, strange, system, with_earlier
+from training.phrasing import phrased, system, written
 from training.pictures import coverage, patches
 from training.sounds import features, recorded, sound_rows
 from training.speech_store import SpeechStore, build_store
@@ -26,8 +26,6 @@ from triptych.media.contract import MediaOptions
 from triptych.models.qwen3_omni.video_features import second_per_grid
 
 QUESTIONS: dict[Split, int] = {"train": 20_000, "held_out": 200}
-# Written ones: mostly what the domain draws, with more of what takes longest to learn, and what it does not draw.
-WRITTEN = ((draw, 0.35), (draw_sum, 0.3), (draw_long, 0.15), (facts, 0.08), (below_zero, 0.05), (strange, 0.07))
 FREQUENT = 0.3  # of the spoken ones are drawn as often as they are asked; of the others any is as likely as another
 IGNORED = -100
 
@@ -73,9 +71,7 @@ class SenseExamples:
         self.said = {utterance.sentence: index for index, utterance in enumerate(store.utterances)}
 
     def written(self, rng: random.Random) -> Turn:
-        kinds, weights = zip(*WRITTEN, strict=True)
-        [draw_one] = rng.choices(kinds, weights)
-        sample = with_earlier(rng, draw_one(rng, self.split))
+        sample = written(rng, self.split)
         return self._turn(rng, sample.history, phrased(rng, sample.question), sample.answer, "written")
 
     def spoken(self, rng: random.Random) -> Turn:
