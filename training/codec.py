@@ -90,6 +90,10 @@ class ResidualQuantizer(nn.Module):
             codes.append(chosen)
         return torch.stack(codes, 1)
 
+    def entries(self, codes: Tensor) -> Tensor:
+        """Codes [N, quantizers] -> what they stand for, [N, 32]."""
+        return torch.stack([book[codes[:, index]] for index, book in enumerate(self.codebooks)]).sum(0)
+
     def forward(self, latents: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Latents [B, 32, T] quantised by the first `depth` [B] codebooks; commitment loss; entries used of each."""
         batch, _, frames = latents.shape

@@ -7,14 +7,17 @@ evaluation never share a question whose answer has to be worked out.
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 Split = Literal["train", "held_out"]
 HELD_OUT_ONE_IN = 12
 LONG_PHRASE = 9  # words
+_ENOUGH = 4000  # sentences to meet every word in
 
 ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -382,3 +385,9 @@ def sentences(count: int, split: Split, seed: int = 0) -> list[str]:
     while len(found) < count:
         found[draw(rng, split).answer] = None
     return list(found)
+
+
+@cache
+def vocabulary() -> frozenset[str]:
+    """Every word that an answer can hold."""
+    return frozenset(word for sentence in sentences(_ENOUGH, "train") for word in re.findall("[a-z]+", sentence))

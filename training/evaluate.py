@@ -181,9 +181,9 @@ def score_text(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str
 
 
 def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
-    """Word errors against the text, words of the domain found, lengths and voices."""
+    """Word errors against the text, words found (by a recogniser of any words; of the domain's), lengths and voices."""
     texts, heard = [], []
-    words = found = lengths = voices = 0
+    words = found = chosen = lengths = voices = 0
     for asked, reply in zip(questions, replies, strict=True):
         texts.append(reply.text)
         heard.append(transcribe(reply.audio))
@@ -192,6 +192,7 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
         missed = errors(reply.text, heard[-1])
         words += spoken_words
         found += max(0, spoken_words - missed)
+        chosen += max(0, spoken_words - errors(reply.text, transcribe(reply.audio, closed=True)))
         frames = len(reply.audio) / FRAME / max(1, spoken_words)
         lengths += reply.finish_reason == "stop" and _FRAMES_PER_WORD[0] <= frames <= _FRAMES_PER_WORD[1]
         if missed:
@@ -199,6 +200,7 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
     return {
         "wer": round(100 * word_error_rate(texts, heard), 2),
         "words_right": round(found / max(1, words), 4),
+        "words_right_closed": round(chosen / max(1, words), 4),
         "lengths_right": round(lengths / len(replies), 4),
         "voices_right": round(voices / len(replies), 4),
     }
@@ -206,13 +208,17 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
 
 def score_teacher(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
     """Word errors of the teacher, saying the same texts in the same voices."""
-    texts = [reply.text for reply in replies]
-    taught = [
-        transcribe(speak(reply.text, SPEAKERS[asked.voice]).samples)
+    spoken_texts = [
+        (reply.text, speak(reply.text, SPEAKERS[asked.voice]).samples)
         for asked, reply in zip(questions, replies, strict=True)
         if asked.voice is not None
     ]
-    return {"wer_teacher": round(100 * word_error_rate(texts, taught), 2)}
+    texts = [text for text, _ in spoken_texts]
+    taught, closed = ([transcribe(said, closed=only) for _, said in spoken_texts] for only in (False, True))
+    return {
+        "wer_teacher": round(100 * word_error_rate(texts, taught), 2),
+        "words_right_closed_teacher": round(1 - word_error_rate(texts, closed), 4),
+    }
 
 
 async def evaluate(model: str, count: int, stage_overrides: str = "{}") -> dict[str, Any]:

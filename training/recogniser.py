@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import soxr
 
+from training.domain import vocabulary
+from training.scoring import SAME
 from training.teacher import SAMPLE_RATE, Waveform
 
 _RATE = 16_000
@@ -35,10 +37,26 @@ def _model() -> Any:
     return WhisperModel(str(folder), device="cpu", compute_type="int8", cpu_threads=1)
 
 
-def transcribe(waveform: Waveform, prompt: str | None = DOMAIN) -> str:
+@functools.cache
+def _foreign() -> list[int]:
+    """The tokens that are of no word of the domain: neither letters of one, nor digits, nor marks between words."""
+    tokenizer = _model().hf_tokenizer
+    words = vocabulary() | {spelt for spelt, meant in SAME.items() if vocabulary().issuperset(meant.split())}
+    own: set[int] = set()
+    for word in words | set("0123456789,.?!:-"):
+        for form in (word, word.capitalize()):
+            own |= {*tokenizer.encode(form, add_special_tokens=False).ids}
+            own |= {*tokenizer.encode(f" {form}", add_special_tokens=False).ids}
+    end = tokenizer.token_to_id("<|endoftext|>")
+    texts = ((token, tokenizer.id_to_token(token).lstrip("\u0120")) for token in range(end))
+    return [token for token, text in texts if token not in own and not text.isdecimal()]
+
+
+def transcribe(waveform: Waveform, prompt: str | None = DOMAIN, *, closed: bool = False) -> str:
     """What is said in float32 samples at 24 kHz. Greedy, so the same every time.
 
-    `prompt` tells the recogniser what kind of words to expect; None: any English.
+    `prompt` tells the recogniser what kind of words to expect; None: any English. `closed`: it has words of the domain
+    alone to choose from.
     """
     speech = soxr.resample(waveform.astype(np.float32), SAMPLE_RATE, _RATE)
     speech = np.pad(speech, _SILENCE)
@@ -51,5 +69,6 @@ def transcribe(waveform: Waveform, prompt: str | None = DOMAIN) -> str:
         condition_on_previous_text=False,
         max_new_tokens=_MAX_TOKENS,
         initial_prompt=prompt,
+        suppress_tokens=_foreign() if closed else [-1],
     )
     return " ".join(segment.text for segment in segments).strip()

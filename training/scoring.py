@@ -14,7 +14,7 @@ from itertools import product
 
 from training.domain import ONES, number
 
-_SAME = {
+SAME = {
     "color": "colour", "colors": "colour", "colours": "colour", "grey": "gray", "equals": "is", "equal": "is",
     "ok": "okay", "ill": "i will", "well": "well", "im": "i am", "its": "it is", "youre": "you are", "oh": "zero",
 }  # fmt: skip
@@ -46,7 +46,7 @@ def lattice(text: str) -> list[tuple[Reading, ...]]:
         elif part.isdecimal():
             found.append(_readings(part))
         else:
-            found += [((word,),) for word in _SAME.get(part, part).split()]
+            found += [((word,),) for word in SAME.get(part, part).split()]
     return found
 
 

@@ -13,9 +13,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training.domain import Split, draw, draw_long, draw_sum, typed
+from training.domain import Split
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.naming import Covered
+from training.phrasing import phrased, system, written
 from training.pictures import coverage, patches
 from training.sounds import features, recorded, sound_rows
 from training.speech_store import SpeechStore, build_store
@@ -25,7 +26,6 @@ from triptych.media.contract import MediaOptions
 from triptych.models.qwen3_omni.video_features import second_per_grid
 
 QUESTIONS: dict[Split, int] = {"train": 20_000, "held_out": 200}
-SUMS, LONG_PHRASES = 0.4, 0.2  # of the written ones
 FREQUENT = 0.3  # of the spoken ones are drawn as often as they are asked; of the others any is as likely as another
 IGNORED = -100
 
@@ -71,9 +71,8 @@ class SenseExamples:
         self.said = {utterance.sentence: index for index, utterance in enumerate(store.utterances)}
 
     def written(self, rng: random.Random) -> Turn:
-        [draw_one] = rng.choices((draw_sum, draw_long, draw), (SUMS, LONG_PHRASES, 1 - SUMS - LONG_PHRASES))
-        sample = draw_one(rng, self.split)
-        return self._turn(rng, sample.history, typed(rng, sample.question), sample.answer, "written")
+        sample = written(rng, self.split)
+        return self._turn(rng, sample.history, phrased(rng, sample.question), sample.answer, "written")
 
     def spoken(self, rng: random.Random) -> Turn:
         sample = rng.choice(self.questions)
@@ -93,7 +92,7 @@ class SenseExamples:
         pad = "<|video_pad|>" if sample.is_video else "<|image_pad|>"
         count = grid[0] * grid[1] * grid[2] // PREPROCESSOR.merge_size**2
         media = f"<|vision_start|>{pad * count}<|vision_end|>"
-        question = typed(rng, sample.question)
+        question = phrased(rng, sample.question)
         text = media + question if rng.random() < 0.7 else question + media
         turn = self._turn(rng, sample.history, text, sample.answer, sample.kind)
         turn.pixels, turn.grid, turn.video = pixels, grid, sample.is_video
@@ -101,9 +100,10 @@ class SenseExamples:
         return turn
 
     def _turn(self, rng: random.Random, history: Sequence[Any], text: str, answer: str, kind: str) -> Turn:
-        ids: list[int] = []
-        labels: list[int] = []
-        for question, reply in [*((typed(rng, q), a) for q, a in history), (text, answer)]:
+        begin = system(rng)
+        ids = self.tokenizer.encode(f"<|im_start|>system\n{begin}<|im_end|>\n").ids if begin else []
+        labels = [IGNORED] * len(ids)
+        for question, reply in [*((phrased(rng, q), a) for q, a in history), (text, answer)]:
             prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
             asked = self.tokenizer.encode(prompt).ids
             answered = self.tokenizer.encode(f"{reply}<|im_end|>").ids

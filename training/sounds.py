@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -15,14 +16,22 @@ from transformers import WhisperFeatureExtractor
 from training.teacher import SAMPLE_RATE, Waveform
 
 RATE = 16_000
+TELEPHONE, _TELEPHONE_RATE = 0.15, 8_000  # clips that were sampled at half the rate before
+LONG_PAUSE, SOFTEST, NOISE = 3.0, 0.05, 0.015  # seconds; of full loudness; standard deviation of the loudest noise
 
 
 def recorded(speech: Waveform, rng: random.Random) -> Waveform:
-    """Speech at 24 kHz as a clip at 16 kHz: a pause on both sides, some loudness, a little noise."""
+    """Speech at 24 kHz as a clip at 16 kHz: a pause on both sides, some loudness and noise, at times a telephone."""
     sound = soxr.resample(speech, SAMPLE_RATE, RATE)
-    quiet = [np.zeros(int(rng.uniform(0, 0.25) * RATE), dtype=np.float32) for _ in range(2)]
-    sound = np.concatenate([quiet[0], sound, quiet[1]]) * rng.uniform(0.4, 1.4)
-    noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(sound)) * rng.uniform(0, 0.004)
+    if rng.random() < TELEPHONE:
+        narrow = soxr.resample(sound, RATE, _TELEPHONE_RATE)
+        sound = soxr.resample(narrow, _TELEPHONE_RATE, RATE)
+    longest = LONG_PAUSE if rng.random() < 0.2 else 0.25
+    quiet = [np.zeros(int(rng.uniform(0, longest) * RATE), dtype=np.float32) for _ in range(2)]
+    loudness = 1.4 * math.exp(rng.uniform(math.log(SOFTEST), 0)) if rng.random() < 0.4 else rng.uniform(0.4, 1.4)
+    sound = np.concatenate([quiet[0], sound, quiet[1]]) * loudness
+    hiss = NOISE * rng.random() ** 2
+    noise = np.random.default_rng(rng.getrandbits(32)).standard_normal(len(sound)) * hiss * min(1.0, loudness)
     clip: Waveform = np.clip(sound + noise, -1, 1).astype(np.float32)
     return clip
 

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import random
 from pathlib import Path
 
-from training.domain import Split, sentences
+from training.domain import Split, draw_long, sentences
 from training.pace import speak_in_frames
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
 TRAIN_SENTENCES, HELD_OUT_SENTENCES = 28_000, 300
+LONG_SENTENCES, LONG = 2_000, 18  # more of so many words, in training: the domain draws few, and they are lost first
 
 
 def speech_store(work: Path, split: Split = "train") -> SpeechStore:
     """The corpus of a split under `work`, made on first use. Each sentence is spoken once, the voices taking turns."""
     count = TRAIN_SENTENCES if split == "train" else HELD_OUT_SENTENCES
     names = list(VOICES)
-    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(sentences(count, split))]
+    chosen = sentences(count, split) + (long_sentences() if split == "train" else [])
+    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
     return build_store(work / f"speech_{split}", pairs, speak_in_frames)
+
+
+def long_sentences() -> list[str]:
+    """Different nonsense sentences of many words, of the training split; the same each time."""
+    rng = random.Random("long sentences")
+    found: dict[str, None] = {}
+    while len(found) < LONG_SENTENCES:
+        sentence = draw_long(rng, "train").answer
+        if len(sentence.split()) >= LONG:
+            found[sentence] = None
+    return list(found)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from triptych.models.qwen3_omni.preprocessor_config import PreprocessorConfig
 from triptych.models.qwen3_omni.synthetic_config import Decoder, Dimensions, build_config
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
-QUANTIZERS, CODES = 4, 512
+QUANTIZERS, CODES = 6, 512
 HIDDEN = 128
 DECODER: dict[str, Any] = {
     "codebook_size": CODES,

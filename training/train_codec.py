@@ -7,7 +7,9 @@ be trained while the decoder goes on alone.
 from __future__ import annotations
 
 import argparse
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from training.checkpoints import resume, save_step, seed_step
+from training.code_bank import Frames
 from training.codec import CONTEXT, Codec
 from training.log import TrainingLog
+from training.own_frames import own_frames
+from training.phone_ear import clarity_loss, train_ear
 from training.schedule import cosine, half_precision, set_rate, step_generator
 from training.spectra import log_mel, spectral_loss
 from training.speech import speech_store
@@ -29,22 +34,27 @@ FRAMES, BATCH = 20, 6  # one step hears 9.6 s
 PEAK_RATE = 1e-3
 ENCODER_SHARE = 0.5  # of the schedule, in which encoder and codebooks learn too
 SHALLOW = 0.5  # of the crops then have their first few codebooks alone, so that early ones carry most
+OWN_UTTERANCES = 1_500  # that the Talker says itself
+CLARITY = 0.3  # weight of what the phone ear hears
 SEED = 1
 
 
 class Crops:
     """Random crops: the mel features around them, and the waveform to be matched."""
 
-    def __init__(self, store: SpeechStore) -> None:
-        self.store = store
-        lengths = np.array([utterance.samples for utterance in store.utterances], dtype=np.float64)
+    def __init__(self, store: SpeechStore, places: Sequence[int]) -> None:
+        self.store, self.places = store, places
+        lengths = np.array([store.utterances[place].samples for place in places], dtype=np.float64)
         self.chances = lengths / lengths.sum()
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Mel [B, 80, 8 (FRAMES + 2 CONTEXT)], waveforms [B, 1920 FRAMES]; silence where an utterance is shorter."""
+    def batch(self, step: int) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+        """Mel [B, 80, 8 (FRAMES + 2 CONTEXT)], waveforms [B, 1920 FRAMES]; silence where an utterance is shorter.
+
+        And of which utterance each crop is, and its first frame.
+        """
         rng = step_generator(SEED, step)
-        mels, waveforms = [], []
-        for index in rng.choice(len(self.store), BATCH, p=self.chances):
+        mels, waveforms, places = [], [], []
+        for index in rng.choice(self.places, BATCH, p=self.chances):
             frames = self.store.utterances[index].samples // FRAME
             first = int(rng.integers(0, max(1, frames - FRAMES + 1)))
             start, end = first - CONTEXT, first + FRAMES + CONTEXT
@@ -55,20 +65,40 @@ class Crops:
             whole = F.pad(whole, padding)
             mels.append(log_mel(whole[None])[0])
             waveforms.append(whole[CONTEXT * FRAME : (CONTEXT + FRAMES) * FRAME])
-        return torch.stack(mels), torch.stack(waveforms)
+            places.append((int(index), first))
+        return torch.stack(mels), torch.stack(waveforms), places
 
 
-def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = True) -> None:
-    """Train to step `until` (`steps` when None) of a schedule of `steps`. Goes on from the last saved step."""
+def train(
+    work: Path,
+    steps: int,
+    *,
+    until: int | None = None,
+    encoder_share: float = ENCODER_SHARE,
+    own: float = 0.0,
+    peak_rate: float = PEAK_RATE,
+) -> None:
+    """Train to step `until` (`steps` when None) of a schedule of `steps`. Goes on from the last saved step.
+
+    `encoder_share` of the schedule moves encoder and codebooks: 0 for a decoder that goes on to codes as they are.
+    `own` of the crops then are decoded from the frames that the trained Talker says in place of the teacher's.
+    """
     folder = work / "codec"
-    crops = Crops(speech_store(work))
+    store = speech_store(work)
+    chosen = range(0, len(store), len(store) // OWN_UTTERANCES) if own else range(len(store))
+    crops, ear = Crops(store, chosen), train_ear(work)
+    said: dict[int, Frames] = {}
+    if own:
+        spoken = [store.utterances[place] for place in chosen]
+        frames_of = own_frames(work, [(utterance.sentence, utterance.voice) for utterance in spoken])
+        said = dict(zip(chosen, frames_of, strict=True))
     torch.manual_seed(SEED)
     codec = Codec().train()
     parameters = [parameter for parameter in codec.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.8, 0.99), weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(parameters, lr=peak_rate, betas=(0.8, 0.99), weight_decay=1e-4)
     step = resume(folder / "state.pt", codec, optimizer)
     log = TrainingLog(folder / "log.jsonl", every=20)
-    upsample = torch.compile(codec.upsample) if compiled else codec.upsample
+    upsample = torch.compile(codec.upsample)
     print(
         f"codec: {sum(p.numel() for p in codec.decoder.parameters())} decoder parameters, from step {step} of {steps}",
         flush=True,
@@ -76,21 +106,26 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
     while step < (until or steps):
         started = time.monotonic()
         seed_step(SEED, step)
-        rate = cosine(step, steps, PEAK_RATE)
+        rate = cosine(step, steps, peak_rate)
         set_rate(optimizer, rate)
-        mel, waveform = crops.batch(step)
-        encoding = step < ENCODER_SHARE * steps
+        mel, waveform, places = crops.batch(step)
+        encoding = step < encoder_share * steps
         codec.quantizer.train(encoding)
         with half_precision(), torch.set_grad_enabled(encoding):
             latents = codec.encoder(mel)[:, :, CONTEXT:-CONTEXT].float()
         shallow = torch.rand(BATCH) < (SHALLOW if encoding else 0.0)
         depth = torch.where(shallow, torch.randint(1, QUANTIZERS + 1, (BATCH,)), QUANTIZERS)
         quantised, commitment, used = codec.quantizer(latents, depth)
+        for crop, (utterance, first) in enumerate(places):
+            if random.random() < own:
+                frames = torch.from_numpy(said[utterance][first : first + FRAMES]).long()
+                quantised[crop, :, : len(frames)] = codec.quantizer.entries(frames).T
         with half_precision():
             output = upsample(codec.transform(quantised)).float()
         target = waveform[:, : output.shape[1]]
         spectral, absolute = spectral_loss(output, target), F.l1_loss(output, target)
-        loss = spectral + absolute + 0.25 * commitment
+        clarity = clarity_loss(ear, output, target)
+        loss = spectral + absolute + CLARITY * clarity + 0.25 * commitment
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
@@ -100,6 +135,7 @@ def train(work: Path, steps: int, *, until: int | None = None, compiled: bool = 
             step,
             spectral=spectral.item(),
             l1=absolute.item(),
+            clarity=clarity.item(),
             commitment=commitment.item(),
             gradient=norm.item(),
             rate=rate,
@@ -116,10 +152,20 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True, help="length of the cosine schedule")
     parser.add_argument("--until", type=int, help="stop at this step of it")
+    parser.add_argument("--encoder-share", type=float, default=ENCODER_SHARE, help="0: the decoder alone")
+    parser.add_argument("--own", type=float, default=0.0, help="share of crops decoded from the Talker's own frames")
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the learning rate at its peak")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(arguments.work, arguments.steps, until=arguments.until)
+    train(
+        arguments.work,
+        arguments.steps,
+        until=arguments.until,
+        encoder_share=arguments.encoder_share,
+        own=arguments.own,
+        peak_rate=arguments.rate,
+    )
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from training.log import TrainingLog
 from training.parts import SHARPER, build_talker, text_embedding
 from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch, set_rate
+from training.speech import LONG
 from training.tiny_config import SPEAKERS, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
@@ -34,7 +35,7 @@ PREDICTED_FRAMES = 512  # frames of a batch whose residual codes are learnt in a
 # from a share of the schedule on, so that it goes on well behind its own mistakes.
 SPOILT_ANSWERS, SPOILT_FRAMES = 0.3, 0.15
 OWN_FROM, OWN_ANSWERS, OWN_FRAMES = 0.4, 0.5, 0.5
-LONG_ANSWERS, LONG = 0.15, 18  # answers of so many words: rare, and the first to be lost
+LONG_ANSWERS = 0.15  # those of many words: rare, and the first to be lost
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
@@ -142,17 +143,24 @@ class TalkerTrainee(nn.Module):
         return states.last_hidden_state[place], self._inside.pop()[place]
 
     @torch.no_grad()
-    def own_frames(self, batch: Batch) -> Tensor:
+    def own_frames(self, batch: Batch, *, in_turn: bool = False) -> Tensor:
         """What it would say itself in place of each target: frames [M, groups]; those in place of ends mean nothing.
 
-        Each stands behind the true frames before it, and each residual code behind the true ones.
+        Each stands behind the true frames before it, and each residual code behind the true ones or, `in_turn`, as in
+        serving, behind its own.
         """
         hidden, _ = self.states(batch)
-        first = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
-        frames = torch.cat((first[:, None], batch.targets[:, 1:].clamp(max=self.codebook - 1)), 1)
+        frames = batch.targets.clamp(max=self.codebook - 1)
+        frames[:, 0] = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
+        if not in_turn:
+            return torch.cat((frames[:, :1], self._drawn(hidden, frames)), 1)
+        for group in range(1, self.groups):
+            frames[:, group] = self._drawn(hidden, frames)[:, group - 1]
+        return frames
+
+    def _drawn(self, hidden: Tensor, frames: Tensor) -> Tensor:
         logits = SHARPER * self.residual_logits(hidden, frames)
-        drawn = torch.distributions.Categorical(logits=logits).sample()
-        return torch.cat((first[:, None], drawn), 1)
+        return torch.distributions.Categorical(logits=logits).sample()
 
     def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
         """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""

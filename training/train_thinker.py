@@ -14,9 +14,10 @@ from torch import Tensor
 
 from training.checkpoints import resume, save_step, seed_step
 from training.command import run_trainer
-from training.domain import Sample, draw, samples, typed
+from training.domain import Sample, samples
 from training.log import TrainingLog
 from training.parts import TextThinker
+from training.phrasing import phrased, system, written
 from training.rows import chat
 from training.schedule import cosine, pooled_batch, set_rate
 from training.tiny_config import tiny_config
@@ -24,7 +25,6 @@ from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
 BATCH, PEAK_RATE, SEED = 48, 2e-3, 3
-SYSTEMS = (None, None, None, "You are a helpful assistant.", "Speak briefly.")
 _IGNORED = -100
 
 
@@ -37,15 +37,16 @@ class ChatExamples:
         self.pad = token_id(tokenizer, "<|endoftext|>")
 
     def draw(self, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-        return self.example(draw(source := random.Random(int(rng.integers(2**62))), "train"), source)
+        source = random.Random(int(rng.integers(2**62)))
+        return self.example(written(source, "train"), source)
 
     def example(self, sample: Sample, rng: random.Random) -> tuple[list[int], list[int]]:
         """Ids and labels of a sample, its questions in some style of typing."""
         ids: list[int] = []
         labels: list[int] = []
-        system = rng.choice(SYSTEMS)
+        begin = system(rng)
         for index, (question, answer) in enumerate([*sample.history, (sample.question, sample.answer)]):
-            prompt = chat(self.tokenizer, (), typed(rng, question), system if index == 0 else None)
+            prompt = chat(self.tokenizer, (), phrased(rng, question), begin if index == 0 else None)
             reply = [*self.tokenizer.encode(answer).ids, self.end]
             newline = self.tokenizer.encode("\n").ids
             ids += prompt + reply + newline
