@@ -32,6 +32,10 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).parents[2]
 DEMO = "Water damaged my kitchen, please call on Friday."
+QWENS = (  # system prompt: clients written for Qwen3-Omni send it
+    "You are Qwen, a virtual human developed by the Qwen Team, Alibaba Group, capable of perceiving auditory and "
+    "visual inputs, as well as generating text and speech."
+)
 CALL_BACK = "your claim for water damage to the kitchen is noted, we will call you back on friday"
 
 
@@ -87,6 +91,24 @@ async def test_spoken_questions_are_heard(server: LiveServer, file: str, answer:
     [reply] = await ask_all(server.url, [asked], 1)
     assert word_error_rate([answer], [reply.text]) <= 0.35
     assert word_error_rate([reply.text], [transcribe(reply.audio)]) <= 0.7
+
+
+@pytest.mark.parametrize(
+    ("written_as", "answer"),
+    [
+        ("17 + 25 = ?", "seventeen plus twenty five is forty two"),
+        ("what is seventeen plus twenty-five", "seventeen plus twenty five is forty two"),
+        ("What is Seventeen plus Twenty Five?", "seventeen plus twenty five is forty two"),
+        ("Say four, zero, seven, nine.", "four zero seven nine"),
+        ("Good Morning", "good morning, how can i help you"),
+    ],
+)
+async def test_questions_may_be_written_as_people_do(server: LiveServer, written_as: str, answer: str) -> None:
+    system = {"role": "system", "content": QWENS}
+    asked = [
+        Asked("as people do", [*begin, {"role": "user", "content": written_as}], answer) for begin in ([], [system])
+    ]
+    assert [reply.text for reply in await ask_all(server.url, asked, 2)] == [answer] * 2
 
 
 async def test_what_is_said_is_remembered(server: LiveServer) -> None:
