@@ -150,9 +150,13 @@ def test_mixture_of_experts(hidden: int, experts: int, top_k: int, width: int, s
     grouped = copy.deepcopy(moe)
     randomise(moe)
     assert_invariant(lambda x: moe(x.clone(), x), torch.randn(ROWS, hidden))
+    # Stages on a CPU never take grouped products: some processors' kernels sum another number of rows in another order.
     grouped.prepare_single = grouped.prepare_grouped  # type: ignore[method-assign]
     randomise(grouped)
-    assert_invariant(lambda x: grouped(x.clone(), x), torch.randn(ROWS, hidden))
+    x = torch.randn(ROWS, hidden)
+    with torch.inference_mode():
+        whole, alone = grouped(x.clone(), x), [grouped(tile.clone(), tile) for tile in x.split(ROW_TILE)]
+    torch.testing.assert_close(torch.cat(alone), whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", [None, *STORED])
