@@ -265,15 +265,20 @@ def _unknown(rng: random.Random) -> Sample:
     return Sample(kind="unknown", key=question, question=question, answer="sorry, i do not know that")
 
 
-def _recall(rng: random.Random) -> Sample:
-    """Something told in an earlier turn is asked for; up to two other exchanges lie between."""
-    what = rng.choice(("number", "number", "colour", "shape"))
+def fact(rng: random.Random, what: str) -> tuple[str, Exchange]:
+    """A number, colour or shape, and how it is told."""
     value = {
         "number": number(rng.randint(0, 99)) if rng.random() < 0.6 else spell(f"{rng.randint(0, 9999):04d}"),
         "colour": rng.choice(COLOURS),
         "shape": rng.choice(SHAPES),
     }[what]
-    told = Exchange(f"my {what} is {value}", f"i will remember your {what} is {value}")
+    return value, Exchange(f"my {what} is {value}", f"i will remember your {what} is {value}")
+
+
+def _recall(rng: random.Random) -> Sample:
+    """Something told in an earlier turn is asked for; up to two other exchanges lie between."""
+    what = rng.choice(("number", "number", "colour", "shape"))
+    value, told = fact(rng, what)
     key, closed = f"{what} {value}", what != "number"
     if rng.random() < 0.35:
         return Sample(kind="remember", key=key, question=told.question, answer=told.answer, closed=closed)

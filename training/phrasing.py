@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from training.domain import (
-    COLOURS,
-    SHAPES,
     SIGNS,
     Exchange,
     Sample,
@@ -20,8 +18,8 @@ from training.domain import (
     draw,
     draw_long,
     draw_sum,
+    fact,
     number,
-    spell,
     typed,
 )
 
@@ -169,10 +167,10 @@ def facts(rng: random.Random, split: Split) -> Sample:
     """Two to four things told, of one kind or several; the last of a kind is what counts."""
     while True:
         told = [_fact(rng) for _ in range(rng.randint(2, 4))]
-        latest = {fact.kind: fact for fact in told}
+        latest = {one.kind: one for one in told}
         asked = rng.choice(list(latest.values()))
-        if asked.split == split and all(fact.split == "train" or fact is asked for fact in told):
-            history = tuple(Exchange(fact.question, fact.answer) for fact in told)
+        if asked.split == split and all(one.split == "train" or one is asked for one in told):
+            history = tuple(Exchange(one.question, one.answer) for one in told)
             form = rng.choice(("what is my {}", "tell me my {}"))
             return replace(
                 asked,
@@ -215,16 +213,12 @@ def strange(rng: random.Random, _split: Split) -> Sample:
 def _fact(rng: random.Random) -> Sample:
     """Something told, its kind of thing as the kind of the sample."""
     what = rng.choice(("number", "colour", "shape"))
-    value = {
-        "number": number(rng.randint(0, 99)) if rng.random() < 0.6 else spell(f"{rng.randint(0, 9999):04d}"),
-        "colour": rng.choice(COLOURS),
-        "shape": rng.choice(SHAPES),
-    }[what]
+    value, told = fact(rng, what)
     return Sample(
         kind=what,
         key=f"{what} {value}",
-        question=f"my {what} is {value}",
-        answer=f"i will remember your {what} is {value}",
+        question=told.question,
+        answer=told.answer,
         closed=what != "number",
     )
 

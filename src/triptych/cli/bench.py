@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from triptych.bench.target import Target
     from triptych.bench.workload import Reply, Workload
 
-app = typer.Typer(help="Measure servers as their users see them.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Measure servers as their users see them.", no_args_is_help=True)
 
 
 class DatasetName(StrEnum):

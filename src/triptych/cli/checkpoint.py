@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Make checkpoints with random weights.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Make checkpoints with random weights.", no_args_is_help=True)
 
 
 class SizeName(StrEnum):

@@ -85,7 +85,7 @@ class CompiledFrame:
         self._predictor = _Predictor(
             layers=self._array(_Layer, [self._layer(layer) for layer in layers]),
             draws=self._array(_Product, [self._product(head) for head in heads]),
-            norm=self._floats(norm.weight * config.hidden_size**0.5),
+            norm=self._norm(norm.weight),
             cos=self._floats(cos[:, 0, config.head_dim // 2 :]),
             sin=self._floats(signed_sin[:, 0, config.head_dim // 2 :]),
             eps=config.rms_norm_eps,
