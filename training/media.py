@@ -88,7 +88,9 @@ def picture_sample(rng: random.Random, split: Split, kind: MediaKind | None = No
 def _figure(rng: random.Random, split: Split) -> MediaSample:
     while True:
         value = rng.randint(0, 99) if rng.random() < 0.6 else rng.randint(100, 999)
-        sample = Sample(kind="number", key=number(value), question="", answer=f"it is {number(value)}")
+        words = number(value)
+        # Of one word, like eleven: what it looks like can only be known by heart.
+        sample = Sample(kind="number", key=words, question="", answer=f"it is {words}", closed=" " not in words)
         if sample.split == split:
             return MediaSample(
                 kind="figure",

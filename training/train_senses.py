@@ -27,7 +27,7 @@ from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.synthetic_tokenizer import token_id
 
 PEAK_RATE, SEED = 7e-4, 7
-WRITTEN, SPOKEN, SEEN = 24, 14, 6  # samples of a step
+WRITTEN, SPOKEN, SEEN = 18, 16, 12  # samples of a step
 NAMING = 0.5  # weight of the encoders' auxiliary losses
 _HEARD_OR_READ = ("written", "spoken")
 
