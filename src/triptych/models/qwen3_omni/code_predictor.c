@@ -1,36 +1,9 @@
 /* The residual codes of some codec frames, as `code_predictor.py` draws them, in one call without the interpreter.
 
-   What a row computes does not depend on the rows beside it: everything but products runs a row at a time, and a product
-   sums each of its outputs over the inputs in their order, however many rows it has. Compiled by `layers/compiled.py`,
-   for this machine's processor; called through `compiled_frame.py`, which lays the weights out and mirrors the structs. */
+   A row's codes do not depend on the rows beside it, see `rows.h`. Compiled by `layers/compiled.py` for this machine's
+   processor; called through `compiled_frame.py`, which mirrors the structs. */
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if defined(__AVX512F__)
-#define LANES 16 /* floats in a register */
-#define WIDTH 64 /* outputs of a product that are summed at a time */
-#elif defined(__AVX__)
-#define LANES 8
-#define WIDTH 16
-#else
-#define LANES 4
-#define WIDTH 16
-#endif
-#define PARTS (WIDTH / LANES)
-#define TILE 4 /* rows of a product that are summed at a time */
-
-typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-/* A weight [outputs, inputs] as blocks of WIDTH outputs, the last one filled up with zeros. In a block of float32 the
-   WIDTH weights of input 0 come first, then those of input 1. In one of bfloat16 (`narrow`) a word holds the weights of
-   inputs 2 i and, in its upper half, 2 i + 1. */
-typedef struct {
-    const void *blocks;
-    int32_t outputs, inputs, narrow;
-} Product;
+#include "rows.h"
 
 /* Norm weights are times the root of their number. `qk_norm` [heads + kv_heads, head_dim]. */
 typedef struct {
@@ -54,10 +27,6 @@ typedef struct {
     size_t hidden, attended, wide, vocab, positions, cache;
 } Strides;
 
-int32_t block_width(void) { return WIDTH; }
-
-static size_t padded(size_t length, size_t to) { return (length + to - 1) / to * to; }
-
 static Strides strides(const Predictor *p) {
     size_t queries = (size_t)p->heads * p->head_dim, keys = (size_t)p->kv_heads * p->head_dim;
     size_t qkv = queries + 2 * keys, gate_up = 2 * (size_t)p->intermediate;
@@ -77,92 +46,6 @@ int64_t scratch_floats(const Predictor *p, int32_t rows) {
     Strides s = strides(p);
     size_t row = 2 * (2 * s.hidden + s.attended + s.wide) + s.vocab + p->num_layers * s.cache;
     return (int64_t)(row * (size_t)rows);
-}
-
-static inline Floats load(const float *x) { return *(const Floats *)x; }
-
-/* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
-static inline __attribute__((always_inline)) void tile(
-    const char *block, int inputs, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int narrow,
-    int add) {
-    Floats total[TILE][PARTS] = {0};
-    if (narrow) {
-        const uint32_t *words = (const uint32_t *)block;
-        for (int i = 0; i < inputs; i += 2, words += WIDTH)
-            for (int part = 0; part < PARTS; part++) {
-                Words pair = *(const Words *)(words + part * LANES);
-                Floats even = (Floats)(pair << 16), odd = (Floats)(pair & 0xffff0000u);
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * even;
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + 1] * odd;
-            }
-    } else {
-        const float *weights = (const float *)block;
-        for (int i = 0; i < inputs; i++, weights += WIDTH)
-            for (int part = 0; part < PARTS; part++) {
-                Floats weight = load(weights + part * LANES);
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * weight;
-            }
-    }
-    for (int row = 0; row < rows; row++)
-        for (int part = 0; part < PARTS; part++) {
-            Floats *out = (Floats *)(y + row * y_stride + part * LANES);
-            if (add) *out += total[row][part];
-            else *out = total[row][part];
-        }
-}
-
-/* y [rows, outputs] = or, where `add`, += x [rows, inputs] times the weight. What lies behind `outputs` in a row of y is
-   overwritten up to a whole block; where `inputs` is odd, what lies behind it in a row of x must be finite. */
-static void multiply(
-    const Product *p, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int add) {
-    int inputs = p->narrow ? (p->inputs + 1) / 2 * 2 : p->inputs;
-    size_t block_bytes = (size_t)inputs * WIDTH * (p->narrow ? 2 : 4);
-    const char *block = p->blocks;
-    for (int output = 0; output < p->outputs; output += WIDTH, block += block_bytes)
-        for (int row = 0; row < rows;) {
-            const float *from = x + row * x_stride;
-            float *to = y + row * y_stride + output;
-            int whole = rows - row >= TILE;
-            if (p->narrow && whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 1, add);
-            else if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, 1, 1, add);
-            else if (whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 0, add);
-            else tile(block, inputs, from, x_stride, to, y_stride, 1, 0, add);
-            row += whole ? TILE : 1;
-        }
-}
-
-/* exp to within two units in the last place, by Cephes' polynomial; without a branch, so that loops over it become
-   vector code. */
-static inline float exponential(float x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
-    float shifted = x * 1.44269504f + shift, whole = shifted - shift, power;
-    float rest = x - whole * 0.693359375f;
-    rest = rest + whole * 2.12194440e-4f;
-    float sum = 1.9875691500e-4f;
-    sum = sum * rest + 1.3981999507e-3f;
-    sum = sum * rest + 8.3334519073e-3f;
-    sum = sum * rest + 4.1665795894e-2f;
-    sum = sum * rest + 1.6666665459e-1f;
-    sum = sum * rest + 5.0000001201e-1f;
-    sum = sum * rest * rest + rest + 1.0f;
-    uint32_t bits;
-    memcpy(&bits, &shifted, 4);
-    bits = (bits + 127) << 23; /* what `shift` has in its low bits is shifted out */
-    memcpy(&power, &bits, 4);
-    return sum * power;
-}
-
-static __attribute__((noinline)) void rms_norm(const float *x, const float *weight, float floor, float *y, int size) {
-    float lanes[LANES] = {0}, sum = 0.0f;
-    int i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane] * x[i + lane];
-    for (; i < size; i++) sum += x[i] * x[i];
-    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    float scale = 1.0f / __builtin_sqrtf(sum + floor);
-    for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
 }
 
 /* One position of one stream in one layer: qkv [heads + 2 kv_heads, head_dim] -> out [heads, head_dim]. `cache` has, for
@@ -207,11 +90,6 @@ static __attribute__((noinline)) void attend(
     }
 }
 
-/* both [2, size] -> silu(first) * second, over the first. */
-static __attribute__((noinline)) void gate(float *both, int size) {
-    for (int i = 0; i < size; i++) both[i] = both[i] / (1.0f + exponential(-both[i])) * both[size + i];
-}
-
 static float largest(const float *x, int size) {
     float lanes[LANES], peak = x[0];
     for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
@@ -223,6 +101,39 @@ static float largest(const float *x, int size) {
     return peak;
 }
 
+static int count_from(const float *weights, int size, float cut) {
+    Words found[PARTS] = {0};
+    int i = 0, count = 0;
+    for (; i + WIDTH <= size; i += WIDTH)
+        for (int part = 0; part < PARTS; part++) found[part] -= (Words)(load(weights + i + part * LANES) >= cut);
+    for (; i < size; i++) count += weights[i] >= cut;
+    for (int part = 0; part < PARTS; part++)
+        for (int lane = 0; lane < LANES; lane++) count += (int)found[part][lane];
+    return count;
+}
+
+/* A weight that `depth` of `size` are at or above, more where some are alike. By halving: the bits of floats that are not
+   negative are in their order. */
+static float top_cut(const float *weights, int size, int depth, float peak) {
+    uint32_t low = 0, high;
+    float cut = 0.0f;
+    memcpy(&high, &peak, 4);
+    for (high++; high - low > 1;) {
+        uint32_t middle = low + (high - low) / 2;
+        float tried;
+        memcpy(&tried, &middle, 4);
+        int count = count_from(weights, size, tried);
+        if (count < depth) {
+            high = middle;
+            continue;
+        }
+        low = middle;
+        cut = tried;
+        if (count == depth) break;
+    }
+    return cut;
+}
+
 static uint64_t sum_from(const float *weights, int size, float cut) {
     uint64_t sum = 0;
     for (int i = 0; i < size; i++) sum += weights[i] >= cut ? (uint64_t)weights[i] : 0;
@@ -231,28 +142,32 @@ static uint64_t sum_from(const float *weights, int size, float cut) {
 
 /* One id by `draw_top` of engine/draw.py at temperature 1: the same arithmetic, exact in the same way. Overwrites x. */
 static int draw(float *x, int size, int top_k, double top_p, double uniform) {
-    float peak = largest(x, size), cut = 0.0f;
-    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * 17179869184.0f);
-    int depth = top_k < size ? top_k : size, count = 0;
-    float ranked[depth], least = -1.0f;
-    for (int i = 0; i < size; i++) {
-        if (!(x[i] > least)) continue;
-        int at = count < depth ? count++ : depth - 1;
+    const float unit = 17179869184.0f;
+    float peak = largest(x, size), ranked[size];
+    int32_t ids[size];
+    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * unit);
+    float cut = top_k < size ? top_cut(x, size, top_k, unit) : 0.0f;
+    int count = 0;
+    for (int i = 0; i < size; i++) { /* what is kept moves to the front, by id */
+        if (!(x[i] >= cut)) continue;
+        ids[count] = i;
+        x[count++] = x[i];
+    }
+    for (int i = 0; i < count; i++) {
+        int at = i;
         for (; at > 0 && ranked[at - 1] < x[i]; at--) ranked[at] = ranked[at - 1];
         ranked[at] = x[i];
-        if (count == depth) least = ranked[depth - 1];
     }
-    if (count) cut = ranked[count - 1];
-    double mass = (double)sum_from(x, size, cut) * top_p, betters = 0.0;
+    double mass = (double)sum_from(x, count, cut) * top_p, betters = 0.0;
     for (int rank = 0; rank < count && betters < mass; rank++) {
         cut = ranked[rank];
         betters += ranked[rank];
     }
-    double target = ((double)sum_from(x, size, cut) - 1.0) * uniform;
+    double target = ((double)sum_from(x, count, cut) - 1.0) * uniform;
     uint64_t below = 0;
-    for (int i = 0; i < size; i++) {
+    for (int i = 0; i < count; i++) {
         if (x[i] >= cut) below += (uint64_t)x[i];
-        if ((double)below > target) return i;
+        if ((double)below > target) return ids[i];
     }
     return size - 1;
 }

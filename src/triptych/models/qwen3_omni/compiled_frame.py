@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from triptych.layers.blocks import Blocks, Product
 from triptych.layers.compiled import compiled
 from triptych.layers.decoder import DecoderLayer
 from triptych.layers.linear import GatedMLP
@@ -29,18 +29,9 @@ class Drawing(Protocol):
     top_p: float
 
 
-class _Product(ctypes.Structure):
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("narrow", ctypes.c_int32),
-    )
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
-        *((name, _Product) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("input_norm", "qk_norm", "post_norm")),
     )
 
@@ -48,7 +39,7 @@ class _Layer(ctypes.Structure):
 class _Predictor(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
-        ("draws", ctypes.POINTER(_Product)),
+        ("draws", ctypes.POINTER(Product)),
         *((name, ctypes.c_void_p) for name in ("norm", "cos", "sin", "tables")),
         ("top_p", ctypes.c_double),
         ("eps", ctypes.c_float),
@@ -78,16 +69,15 @@ class CompiledFrame:
         self._scratch_floats, self._draw_frames = library.scratch_floats, library.draw_frames
         self._scratch_floats.restype = ctypes.c_int64
         self._draw_frames.restype = None
-        self._width = int(library.block_width())
-        self._held: list[object] = []  # what the structs point at
+        self._blocks = blocks = Blocks(library)
         self._scratch = torch.empty(0)
         self.residuals, self.vocab = heads.shape[:2]
         self._predictor = _Predictor(
-            layers=self._array(_Layer, [self._layer(layer) for layer in layers]),
-            draws=self._array(_Product, [self._product(head) for head in heads]),
-            norm=self._norm(norm.weight),
-            cos=self._floats(cos[:, 0, config.head_dim // 2 :]),
-            sin=self._floats(signed_sin[:, 0, config.head_dim // 2 :]),
+            layers=blocks.array(_Layer, [self._layer(layer) for layer in layers]),
+            draws=blocks.array(Product, [blocks.product(head) for head in heads]),
+            norm=blocks.norm(norm.weight),
+            cos=blocks.floats(cos[:, 0, config.head_dim // 2 :]),
+            sin=blocks.floats(signed_sin[:, 0, config.head_dim // 2 :]),
             eps=config.rms_norm_eps,
             num_layers=len(layers),
             residuals=self.residuals,
@@ -131,45 +121,20 @@ class CompiledFrame:
         return codes
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
-        attention, mlp = layer.attention, layer.feed_forward
+        blocks, attention, mlp = self._blocks, layer.attention, layer.feed_forward
         assert isinstance(mlp, GatedMLP)
         heads = torch.cat(
             (attention.q_norm.expand(attention.heads, -1), attention.k_norm.expand(attention.kv_heads, -1))
         )
         return _Layer(
-            qkv=self._product(attention.qkv),
-            out=self._product(attention.out),
-            gate_up=self._product(mlp.gate_up),
-            down=self._product(mlp.down),
-            input_norm=self._norm(layer.input_norm.weight),
-            qk_norm=self._norm(heads),
-            post_norm=self._norm(layer.post_norm.weight),
+            qkv=blocks.product(attention.qkv),
+            out=blocks.product(attention.out),
+            gate_up=blocks.product(mlp.gate_up),
+            down=blocks.product(mlp.down),
+            input_norm=blocks.norm(layer.input_norm.weight),
+            qk_norm=blocks.norm(heads),
+            post_norm=blocks.norm(layer.post_norm.weight),
         )
-
-    def _product(self, weight: Tensor) -> _Product:
-        """A weight [outputs, inputs] in blocks: in bfloat16 if it holds the weight exactly, else in float32."""
-        outputs, inputs = weight.shape
-        narrow = bool(torch.equal(weight.bfloat16().float(), weight.float()))
-        blocks = F.pad(weight, (0, inputs % 2 if narrow else 0, 0, -outputs % self._width))
-        if narrow:
-            blocks = blocks.bfloat16().view(-1, self._width, blocks.shape[1] // 2, 2).transpose(1, 2).contiguous()
-        else:
-            blocks = blocks.float().view(-1, self._width, inputs).transpose(1, 2).contiguous()
-        self._held.append(blocks)
-        return _Product(blocks=blocks.data_ptr(), outputs=outputs, inputs=inputs, narrow=narrow)
-
-    def _norm(self, weight: Tensor) -> int:
-        return self._floats(weight.float() * weight.shape[-1] ** 0.5)
-
-    def _floats(self, values: Tensor) -> int:
-        held = values.float().contiguous()
-        self._held.append(held)
-        return held.data_ptr()
-
-    def _array(self, kind: type[ctypes.Structure], items: list[ctypes.Structure]) -> ctypes.Array[ctypes.Structure]:
-        array = (kind * len(items))(*items)
-        self._held.append(array)
-        return array
 
 
 def compiled_code() -> ctypes.CDLL | None:

@@ -1,0 +1,56 @@
+"""Weights laid out in memory as `rows.h` reads them, and everything else that structs of compiled code point at."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Product(ctypes.Structure):
+    """`Product` of `rows.h`."""
+
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("narrow", ctypes.c_int32),
+    )
+
+
+class Blocks:
+    """Lays out what the functions of `library` read, and holds it for as long as they may be called."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._width = int(library.block_width())
+        self._held: list[object] = []
+
+    def product(self, weight: Tensor) -> Product:
+        """A weight [outputs, inputs]: in bfloat16 if that holds it exactly, else in float32."""
+        outputs, inputs = weight.shape
+        narrow = bool(torch.equal(weight.bfloat16().float(), weight.float()))
+        blocks = F.pad(weight, (0, inputs % 2 if narrow else 0, 0, -outputs % self._width))
+        if narrow:
+            blocks = blocks.bfloat16().view(-1, self._width, blocks.shape[1] // 2, 2).transpose(1, 2).contiguous()
+        else:
+            blocks = blocks.float().view(-1, self._width, inputs).transpose(1, 2).contiguous()
+        self._held.append(blocks)
+        return Product(blocks=blocks.data_ptr(), outputs=outputs, inputs=inputs, narrow=narrow)
+
+    def norm(self, weight: Tensor) -> int:
+        """The address of a norm's weight [..., size] times the root of its size."""
+        return self.floats(weight.float() * weight.shape[-1] ** 0.5)
+
+    def floats(self, values: Tensor) -> int:
+        """The address of `values` in float32."""
+        held = values.float().contiguous()
+        self._held.append(held)
+        return held.data_ptr()
+
+    def array(self, kind: type[ctypes.Structure], items: Sequence[ctypes.Structure]) -> ctypes.Array[ctypes.Structure]:
+        array = (kind * len(items))(*items)
+        self._held.append(array)
+        return array

@@ -1,0 +1,139 @@
+/* Arithmetic on rows of floats that the compiled code of this package shares.
+
+   What a row computes does not depend on the rows beside it: everything but products takes one row at a time, in functions
+   that are not inlined, and a product sums each of its outputs over the inputs in their order, however many rows it has. */
+
+#ifndef TRIPTYCH_ROWS_H
+#define TRIPTYCH_ROWS_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16 /* floats in a register */
+#define WIDTH 64 /* outputs of a product that are summed at a time */
+#elif defined(__AVX__)
+#define LANES 8
+#define WIDTH 16
+#else
+#define LANES 4
+#define WIDTH 16
+#endif
+#define PARTS (WIDTH / LANES)
+#define TILE 4 /* rows of a product that are summed at a time */
+
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+/* A weight [outputs, inputs] as blocks of WIDTH outputs, the last one filled up with zeros. In a block of float32 the
+   WIDTH weights of input 0 come first, then those of input 1. In one of bfloat16 (`narrow`) a word holds the weights of
+   inputs 2 i and, in its upper half, 2 i + 1. */
+typedef struct {
+    const void *blocks;
+    int32_t outputs, inputs, narrow;
+} Product;
+
+/* For who lays out blocks. */
+int32_t block_width(void) { return WIDTH; }
+
+static size_t padded(size_t length, size_t to) { return (length + to - 1) / to * to; }
+
+static inline Floats load(const float *x) { return *(const Floats *)x; }
+
+/* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
+static inline __attribute__((always_inline)) void tile(
+    const char *block, int inputs, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int narrow,
+    int add) {
+    Floats total[TILE][PARTS] = {0};
+    if (narrow) {
+        const uint32_t *words = (const uint32_t *)block;
+        for (int i = 0; i < inputs; i += 2, words += WIDTH)
+            for (int part = 0; part < PARTS; part++) {
+                Words pair = *(const Words *)(words + part * LANES);
+                Floats even = (Floats)(pair << 16), odd = (Floats)(pair & 0xffff0000u);
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * even;
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + 1] * odd;
+            }
+    } else {
+        const float *weights = (const float *)block;
+        for (int i = 0; i < inputs; i++, weights += WIDTH)
+            for (int part = 0; part < PARTS; part++) {
+                Floats weight = load(weights + part * LANES);
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * weight;
+            }
+    }
+    for (int row = 0; row < rows; row++)
+        for (int part = 0; part < PARTS; part++) {
+            Floats *out = (Floats *)(y + row * y_stride + part * LANES);
+            if (add) *out += total[row][part];
+            else *out = total[row][part];
+        }
+}
+
+/* y [rows, outputs] = or, where `add`, += x [rows, inputs] times the weight. What lies behind `outputs` in a row of y is
+   overwritten up to a whole block; where `inputs` is odd, what lies behind it in a row of x must be finite. */
+static void multiply(
+    const Product *p, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int add) {
+    int inputs = p->narrow ? (p->inputs + 1) / 2 * 2 : p->inputs;
+    size_t block_bytes = (size_t)inputs * WIDTH * (p->narrow ? 2 : 4);
+    const char *block = p->blocks;
+    for (int output = 0; output < p->outputs; output += WIDTH, block += block_bytes)
+        for (int row = 0; row < rows;) {
+            const float *from = x + row * x_stride;
+            float *to = y + row * y_stride + output;
+            int whole = rows - row >= TILE;
+            if (p->narrow && whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 1, add);
+            else if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, 1, 1, add);
+            else if (whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 0, add);
+            else tile(block, inputs, from, x_stride, to, y_stride, 1, 0, add);
+            row += whole ? TILE : 1;
+        }
+}
+
+/* exp to within two units in the last place, by Cephes' polynomial; without a branch, so that loops over it become
+   vector code. */
+static inline float exponential(float x) {
+    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    float shifted = x * 1.44269504f + shift, whole = shifted - shift, power;
+    float rest = x - whole * 0.693359375f;
+    rest = rest + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * rest + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    uint32_t bits;
+    memcpy(&bits, &shifted, 4);
+    bits = (bits + 127) << 23; /* what `shift` has in its low bits is shifted out */
+    memcpy(&power, &bits, 4);
+    return sum * power;
+}
+
+static __attribute__((noinline)) void rms_norm(const float *x, const float *weight, float floor, float *y, int size) {
+    float lanes[LANES] = {0}, sum = 0.0f;
+    int i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane] * x[i + lane];
+    for (; i < size; i++) sum += x[i] * x[i];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    float scale = 1.0f / __builtin_sqrtf(sum + floor);
+    for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* both [2, size] -> silu(first) * second, over the first. Two loops: of one, GCC 12 makes code ten times as slow. */
+static __attribute__((noinline)) void gate(float *both, int size) {
+    float powers[WIDTH];
+    for (int start = 0; start < size; start += WIDTH) {
+        float *first = both + start, *second = first + size;
+        int count = size - start < WIDTH ? size - start : WIDTH;
+        for (int i = 0; i < count; i++) powers[i] = exponential(-first[i]);
+        for (int i = 0; i < count; i++) first[i] = first[i] / (1.0f + powers[i]) * second[i];
+    }
+}
+
+#endif
