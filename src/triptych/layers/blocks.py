@@ -28,6 +28,10 @@ class Blocks:
         self._width = int(library.block_width())
         self._held: list[object] = []
 
+    def whole(self, outputs: int) -> int:
+        """`outputs` filled up to whole blocks: how long a row is that a product may write to."""
+        return -(-outputs // self._width) * self._width
+
     def product(self, weight: Tensor) -> Product:
         """A weight [outputs, inputs]: in bfloat16 if that holds it exactly, else in float32."""
         outputs, inputs = weight.shape

@@ -121,7 +121,7 @@ class ThinkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
-        model.prepare(row_tile=row_tile(context.config))
+        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager)
         line = EncoderLine.load(context, device, dtype)
         # What encoded media may hold is not the cache's either.
         taken_bytes = allocated_bytes(device) - before + (line.ahead_bytes if line is not None else 0)
