@@ -226,24 +226,26 @@ static inline __attribute__((always_inline)) void mix(
         }
 }
 
-static __attribute__((noinline)) void score_tile(const Sought *sought, const Seekers *seekers, int64_t length) {
-    if (sought->narrow) score(sought, seekers, 0, TILE, length, 1);
-    else score(sought, seekers, 0, TILE, length, 0);
+#define OF_SOME(what, ...) \
+    if (sought->narrow) what(sought, seekers, __VA_ARGS__, 1); \
+    else what(sought, seekers, __VA_ARGS__, 0)
+
+static __attribute__((noinline)) void score_all(const Sought *sought, const Seekers *seekers, int64_t length) {
+    if (seekers->count == 4) OF_SOME(score, 0, 4, length);
+    else if (seekers->count == 3) OF_SOME(score, 0, 3, length);
+    else if (seekers->count == 2) OF_SOME(score, 0, 2, length);
+    else OF_SOME(score, 0, 1, length);
 }
 
-static __attribute__((noinline)) void score_one(const Sought *sought, const Seekers *seekers, int one) {
-    if (sought->narrow) score(sought, seekers, one, 1, seekers->lengths[one], 1);
-    else score(sought, seekers, one, 1, seekers->lengths[one], 0);
+static __attribute__((noinline)) void mix_all(const Sought *sought, const Seekers *seekers, int64_t to) {
+    if (seekers->count == 4) OF_SOME(mix, 0, 4, 0, to);
+    else if (seekers->count == 3) OF_SOME(mix, 0, 3, 0, to);
+    else if (seekers->count == 2) OF_SOME(mix, 0, 2, 0, to);
+    else OF_SOME(mix, 0, 1, 0, to);
 }
 
-static __attribute__((noinline)) void mix_tile(const Sought *sought, const Seekers *seekers, int64_t to) {
-    if (sought->narrow) mix(sought, seekers, 0, TILE, 0, to, 1);
-    else mix(sought, seekers, 0, TILE, 0, to, 0);
-}
-
-static __attribute__((noinline)) void mix_one(const Sought *sought, const Seekers *seekers, int one, int64_t from) {
-    if (sought->narrow) mix(sought, seekers, one, 1, from, seekers->lengths[one], 1);
-    else mix(sought, seekers, one, 1, from, seekers->lengths[one], 0);
+static __attribute__((noinline)) void mix_rest(const Sought *sought, const Seekers *seekers, int one, int64_t from) {
+    OF_SOME(mix, one, 1, from, seekers->lengths[one]);
 }
 
 static __attribute__((noinline)) float largest_of(const float *x, int64_t size) {
@@ -269,23 +271,18 @@ static __attribute__((noinline)) float soften(float *x, int64_t size, float scal
     return sum;
 }
 
+/* Scores, weights of them, and the values by these, for all of them. */
 static void seek(const Sought *sought, Seekers *seekers) {
     float scale = 1.0f / __builtin_sqrtf((float)sought->dim), sums[TILE];
-    int whole = seekers->count == TILE;
-    int64_t least = seekers->lengths[0], most = least;
-    for (int one = 1; one < seekers->count; one++) {
-        least = seekers->lengths[one] < least ? seekers->lengths[one] : least;
-        most = seekers->lengths[one] > most ? seekers->lengths[one] : most;
-    }
-    if (whole) score_tile(sought, seekers, most);
+    int64_t least = seekers->lengths[0], most = seekers->lengths[seekers->count - 1]; /* rows are in order */
+    score_all(sought, seekers, most);
     for (int one = 0; one < seekers->count; one++) {
-        if (!whole) score_one(sought, seekers, one);
         sums[one] = soften(seekers->scores[one], seekers->lengths[one], scale);
         memset(seekers->outs[one], 0, 4 * (size_t)sought->dim);
     }
-    if (whole) mix_tile(sought, seekers, least);
+    mix_all(sought, seekers, least);
     for (int one = 0; one < seekers->count; one++) {
-        mix_one(sought, seekers, one, whole ? least : 0);
+        if (seekers->lengths[one] > least) mix_rest(sought, seekers, one, least);
         for (int i = 0; i < sought->dim; i++) seekers->outs[one][i] /= sums[one];
     }
     seekers->count = 0;
