@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.stage_bench import Bench
 from triptych.config.sampling import SamplingParams
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.inputs import build_inputs
 from triptych.engine.request import EngineRequest
 from triptych.layers.compiled_decoder import compiled_code
+from triptych.layers.decoder import BetweenLayers
+from triptych.layers.moe import SparseMoE
 from triptych.models.qwen3_omni.backbone import Backbone
 from triptych.models.qwen3_omni.config import DecoderConfig
 
@@ -51,8 +56,15 @@ CONFIGS = {
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
-def backbone(config: DecoderConfig, *, eager: bool, exact: bool = True, dtype: torch.dtype = torch.float32) -> Backbone:
-    """With random weights, the same each time; `exact`: those of a bfloat16 checkpoint."""
+def backbone(
+    config: DecoderConfig,
+    *,
+    eager: bool,
+    exact: bool = True,
+    dtype: torch.dtype = torch.float32,
+    change: Callable[[SparseMoE], None] | None = None,
+) -> Backbone:
+    """With random weights, the same each time, and mixtures as `change` has them; `exact`: those of bfloat16."""
     torch.manual_seed(0)
     model = Backbone(config)
     for name, weight in model.named_parameters():
@@ -60,6 +72,9 @@ def backbone(config: DecoderConfig, *, eager: bool, exact: bool = True, dtype: t
         if "norm" in name:
             weight.data.add_(1.0)
         weight.data = (weight.data.bfloat16() if exact else weight.data).to(dtype)
+    for part in model.modules():
+        if change is not None and isinstance(part, SparseMoE):
+            change(part)
     model.prepare(4, eager=eager)
     assert (model.compiled is None) == eager
     return model
@@ -88,7 +103,7 @@ class Run:
             self.requests.append(request)
 
     @torch.inference_mode()
-    def step(self, spans: Iterable[Span]) -> None:
+    def step(self, spans: Iterable[Span], between: BetweenLayers | None = None) -> None:
         rows = tuple(ScheduledRow(self.requests[at], start, end - start, False) for at, start, end in spans)
         inputs = build_inputs(
             ScheduledBatch(rows),
@@ -100,7 +115,7 @@ class Run:
         places = [(int(row.request.request_id), row.start, row.start + row.num_tokens) for row in inputs.rows]
         packed = torch.cat([self.inputs[at][start:end] for at, start, end in places])
         x = torch.nn.functional.pad(packed, (0, 0, 0, inputs.num_rows - packed.shape[0]))
-        out = self.model(x, inputs.positions, self.caches, inputs.metadata)
+        out = self.model(x, inputs.positions, self.caches, inputs.metadata, between)
         assert out.shape == x.shape and out.dtype == x.dtype
         for at, start, end in places:
             self.outputs[at][start:end], out = out[: end - start], out[end - start :]
@@ -165,3 +180,72 @@ def test_a_row_is_the_same_however_it_is_computed(config: DecoderConfig, dtype: 
 def test_a_row_does_not_depend_on_the_size_of_blocks(block_size: int) -> None:
     model = backbone(CONFIGS["one-key-head"], eager=False)
     assert_same(whole(model, block_size=block_size), whole(model))
+
+
+@configs
+def test_a_row_that_is_not_finite_spoils_no_other_request(config: DecoderConfig) -> None:
+    model = backbone(config, eager=False)
+    expected, run = whole(model), Run(model)
+    run.inputs[3][5:] = torch.nan
+    run.inputs[1][1, 0], run.inputs[0][0, 3] = torch.inf, -torch.inf
+    run.step([(at, 0, length) for at, length in enumerate(LENGTHS)])
+    assert_same([run.outputs[3][:5], *run.outputs[4:]], [expected[3][:5], *expected[4:]])
+    run.inputs[3][5:] = 1.0
+    run.step([(at, 0, length) for at, length in enumerate(LENGTHS) if at not in (0, 1, 3)])
+    assert_same([run.outputs[2], *run.outputs[4:]], [expected[2], *expected[4:]])
+
+
+def test_of_experts_that_are_equally_likely_the_first_are_taken() -> None:
+    """torch.topk takes any of them."""
+
+    def change(mixture: SparseMoE) -> None:
+        mixture.router.data.zero_()
+        mixture.down.data[3:] = torch.nan
+
+    for output in whole(backbone(decoder(**MIXTURE), eager=False, change=change)):
+        assert output.isfinite().all()
+
+
+class Recorded:
+    """Between layers: what each gave, and one number added to all."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, Tensor]] = []
+
+    def __call__(self, layer: int, x: Tensor) -> Tensor:
+        self.seen.append((layer, x.clone()))
+        return x + 1.0 if layer == 0 else x.add_(1.0)
+
+
+@configs
+def test_what_is_done_between_layers_is_done(config: DecoderConfig) -> None:
+    between = [Recorded(), Recorded()]
+    models = [backbone(config, eager=eager) for eager in (False, True)]
+    outputs = []
+    for model, record in zip(models, between, strict=True):
+        run = Run(model)
+        run.step([(4, 0, LENGTHS[4])], record)
+        outputs.append(run.outputs[4])
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=0.0)
+    for ours, eagers in zip(between[0].seen, between[1].seen, strict=True):
+        assert ours[0] == eagers[0]
+        torch.testing.assert_close(ours[1][: LENGTHS[4]], eagers[1][: LENGTHS[4]], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "says"),
+    [({"quantization": "int8"}, "weights in torch.int8"), ({"dtype": "float16"}, "a stage in torch.float16")],
+)
+def test_a_backbone_without_a_compiled_twin_says_so(
+    nano: Path, caplog: pytest.LogCaptureFixture, stage: dict[str, Any], says: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        bench = Bench(nano, enforce_eager=False, **stage)
+    assert [record.message for record in caplog.records if says in record.message] == [
+        f"{part}: its layers have no compiled form for {says}; their eager twin runs, which is slower"
+        for part in ("Thinker", "Talker")
+    ]
+    assert bench.thinker.model.backbone.compiled is bench.talker.model.backbone.compiled is None
+    bench.submit("a", bench.prompt(40, 41))
+    bench.run()
+    assert bench.replies["a"].done and bench.replies["a"].failure is None

@@ -61,16 +61,17 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.compiled: CompiledDecoder | None = None
 
-    def prepare(self, row_tile: int, *, eager: bool = True) -> None:
+    def prepare(self, row_tile: int, *, eager: bool = True, part: str = "Backbone") -> None:
         """Derive what the layers keep beside their weights; call once the weights are loaded.
 
-        Not `eager`: for the compiled layers, where these weights have any and they can be compiled.
+        Not `eager`: for the compiled layers, where these weights have any and they can be compiled; the log calls it
+        `part`.
         """
         self.rotary = Rotary(
             self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device
         )
         layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
-        code = None if eager or not _can_be_compiled(layers) else compiled_code()
+        code = None if eager or not _can_be_compiled(layers, part) else compiled_code()
         if code is not None:
             self.compiled = CompiledDecoder(code, layers, self.norm)
             self.layers = nn.ModuleList()  # their weights are laid out anew
@@ -101,7 +102,7 @@ class Backbone(nn.Module):
         return self.norm.forward(x)
 
 
-def _can_be_compiled(layers: list[DecoderLayer]) -> bool:
+def _can_be_compiled(layers: list[DecoderLayer], part: str) -> bool:
     """Not in eight bits, nor in float16: said in the log."""
     weight = layers[0].attention.qkv
     if isinstance(weight, QuantizedWeight):
@@ -110,7 +111,7 @@ def _can_be_compiled(layers: list[DecoderLayer]) -> bool:
         kind = f"a stage in {weight.dtype}"
     else:
         return True
-    logger.warning("there are no compiled layers for %s: their eager twin runs, which is slower", kind)
+    logger.warning("%s: its layers have no compiled form for %s; their eager twin runs, which is slower", part, kind)
     return False
 
 

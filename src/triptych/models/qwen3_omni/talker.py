@@ -102,7 +102,7 @@ class Talker(nn.Module):
 
         Not `eager`: with compiled code where there is some and it can be compiled.
         """
-        self.backbone.prepare(row_tile, eager=eager)
+        self.backbone.prepare(row_tile, eager=eager, part="Talker")
         self.code_predictor.prepare(row_tile, eager=eager)
         self.head = take_product(self, "codec_head")
         self.widen = take_product(self.hidden_projection, "fc1")

@@ -40,7 +40,7 @@ class Thinker(nn.Module):
 
     def prepare(self, *, row_tile: int = ROW_TILE, eager: bool = True) -> None:
         """Derive what the layers need. Not `eager`: with compiled code where there is some and it can be compiled."""
-        self.backbone.prepare(row_tile, eager=eager)
+        self.backbone.prepare(row_tile, eager=eager, part="Thinker")
         self.head = take_product(self, "lm_head")
 
     def embed(self, token_ids: Tensor) -> Tensor:
