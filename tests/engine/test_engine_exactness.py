@@ -166,6 +166,24 @@ def test_cached_prefix_equals_cold(nano: Path, eager: bool, reference: dict[int,
     assert 0 < counts.prefix_hits < counts.prefix_queries == 2 * len(prompt)
 
 
+def test_a_conversation_that_goes_on_equals_the_same_one_cold(nano: Path, eager: bool) -> None:
+    """Compiled layers compute a row of an answer as one of a prompt, so it is found again."""
+    warm, cold = Bench(nano, enforce_eager=eager, enable_prefix_caching=True), Bench(nano, enforce_eager=eager)
+    first, said = warm.prompt(*range(40, 70)), list[int]()
+    take = warm.thinker._take
+    warm.thinker._take = lambda request, token, logprob: (said.append(token), take(request, token, logprob))[1]  # type: ignore
+    text = SamplingParams(temperature=1.0, max_tokens=120, seed=4, ignore_eos=True)
+    warm.submit("first", first, thinker=text, speak=False)
+    warm.run()
+    assert len(said) == 120
+    longer = [*first, *said, *range(30, 50)]
+    for bench in (warm, cold):
+        bench.submit("second", longer, thinker=TEXT, talker=SAMPLED, speak=False)
+        bench.run()
+    assert warm.replies["second"].text == cold.replies["second"].text != ""
+    assert (warm.thinker.scheduler.pool.num_hit_tokens > len(first)) == (not eager)
+
+
 def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
     bench = Bench(nano)
     prompt = bench.prompt(40, 41, 42)
