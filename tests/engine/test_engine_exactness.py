@@ -45,8 +45,8 @@ def assert_same(ours: Reply, reference: Reply) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(nano: Path) -> dict[int, Reply]:
-    bench = Bench(nano)
+def reference(nano: Path, eager: bool) -> dict[int, Reply]:
+    bench = Bench(nano, enforce_eager=eager)
     return {index: alone(bench, prompt, index) for index, prompt in enumerate(prompts(bench, 12))}
 
 
@@ -62,8 +62,8 @@ def reference(nano: Path) -> dict[int, Reply]:
         pytest.param({"scheduling_policy": "fcfs", "max_num_seqs": 3}, id="first-come"),
     ],
 )
-def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: dict[str, int]) -> None:
-    bench = Bench(nano, **stage)  # type: ignore[arg-type]
+def test_batched_equals_alone(nano: Path, eager: bool, reference: dict[int, Reply], stage: dict[str, int]) -> None:
+    bench = Bench(nano, enforce_eager=eager, **stage)  # type: ignore[arg-type]
     for index, prompt in enumerate(prompts(bench, 12)):
         text, speech = params(index)
         bench.submit(f"batch-{index}", prompt, thinker=text, talker=speech)
@@ -77,7 +77,7 @@ def test_batched_equals_alone(nano: Path, reference: dict[int, Reply], stage: di
     check_counts(bench, 12)
 
 
-def test_the_order_of_service_changes_no_byte(nano: Path) -> None:
+def test_the_order_of_service_changes_no_byte(nano: Path, eager: bool) -> None:
     """By clocks that jump: listeners seem to run dry, prompts are held back, and blocks are taken from anyone."""
     dice = random.Random(0)
     now = 0.0
@@ -87,7 +87,8 @@ def test_the_order_of_service_changes_no_byte(nano: Path) -> None:
         now += dice.choice([0.0, 0.001, 0.05, 0.4])
         return now
 
-    quiet, bench = Bench(nano), Bench(nano, talker={"max_model_len": 256, "num_kv_blocks": 24})
+    quiet = Bench(nano, enforce_eager=eager)
+    bench = Bench(nano, enforce_eager=eager, talker={"max_model_len": 256, "num_kv_blocks": 24})
     bench.talker.engine.clock = bench.codec._clock = jump
     for index, prompt in enumerate(prompts(bench, 5)[1:]):
         text, speech = params(index)
@@ -138,9 +139,11 @@ def check_counts(bench: Bench, num_requests: int) -> None:
     assert talker.preemptions == bench.talker.scheduler.num_preemptions
 
 
-def test_text_that_comes_late_equals_text_that_comes_at_once(nano: Path, reference: dict[int, Reply]) -> None:
+def test_text_that_comes_late_equals_text_that_comes_at_once(
+    nano: Path, eager: bool, reference: dict[int, Reply]
+) -> None:
     """The Talker steps once for every time that the Thinker does, or starts when all text is there."""
-    bench = Bench(nano)
+    bench = Bench(nano, enforce_eager=eager)
     prompt = prompts(bench, 12)[5]
     text, speech = params(5)
     bench.submit("late", prompt, thinker=text, talker=speech)
@@ -149,9 +152,9 @@ def test_text_that_comes_late_equals_text_that_comes_at_once(nano: Path, referen
     assert_same(bench.replies["late"], reference[5])
 
 
-def test_cached_prefix_equals_cold(nano: Path, reference: dict[int, Reply]) -> None:
+def test_cached_prefix_equals_cold(nano: Path, eager: bool, reference: dict[int, Reply]) -> None:
     bench = Bench(nano)
-    warm = Bench(nano, enable_prefix_caching=True)
+    warm = Bench(nano, enforce_eager=eager, enable_prefix_caching=True)
     index = max(range(12), key=lambda i: len(prompts(bench, 12)[i]))
     prompt = prompts(bench, 12)[index]
     assert_same(alone(warm, prompt, index), reference[index])
@@ -161,6 +164,24 @@ def test_cached_prefix_equals_cold(nano: Path, reference: dict[int, Reply]) -> N
     assert_same(warm.replies["again"], reference[index])
     counts = warm.thinker.stats().counts
     assert 0 < counts.prefix_hits < counts.prefix_queries == 2 * len(prompt)
+
+
+def test_a_conversation_that_goes_on_equals_the_same_one_cold(nano: Path, eager: bool) -> None:
+    """Compiled layers compute a row of an answer as one of a prompt, so it is found again."""
+    warm, cold = Bench(nano, enforce_eager=eager, enable_prefix_caching=True), Bench(nano, enforce_eager=eager)
+    first, said = warm.prompt(*range(40, 70)), list[int]()
+    take = warm.thinker._take
+    warm.thinker._take = lambda request, token, logprob: (said.append(token), take(request, token, logprob))[1]  # type: ignore
+    text = SamplingParams(temperature=1.0, max_tokens=120, seed=4, ignore_eos=True)
+    warm.submit("first", first, thinker=text, speak=False)
+    warm.run()
+    assert len(said) == 120
+    longer = [*first, *said, *range(30, 50)]
+    for bench in (warm, cold):
+        bench.submit("second", longer, thinker=TEXT, talker=SAMPLED, speak=False)
+        bench.run()
+    assert warm.replies["second"].text == cold.replies["second"].text != ""
+    assert (warm.thinker.scheduler.pool.num_hit_tokens > len(first)) == (not eager)
 
 
 def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
@@ -176,8 +197,8 @@ def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
     assert audio["a"].shape != audio["c"].shape or not np.array_equal(audio["a"], audio["c"])
 
 
-def test_abort_frees_everything_and_disturbs_nobody(nano: Path, reference: dict[int, Reply]) -> None:
-    bench = Bench(nano)
+def test_abort_frees_everything_and_disturbs_nobody(nano: Path, eager: bool, reference: dict[int, Reply]) -> None:
+    bench = Bench(nano, enforce_eager=eager)
     for index, prompt in enumerate(prompts(bench, 12)):
         text, speech = params(index)
         bench.submit(f"r-{index}", prompt, thinker=text, talker=speech)

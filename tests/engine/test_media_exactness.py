@@ -56,8 +56,8 @@ def assert_nothing_is_held(bench: Bench) -> None:
 
 
 @pytest.fixture(scope="module")
-def reference(nano: Path) -> list[Reply]:
-    bench = Bench(nano)
+def reference(nano: Path, eager: bool) -> list[Reply]:
+    bench = Bench(nano, enforce_eager=eager)
     replies = [answer(bench, f"alone-{index}", prompt, index) for index, prompt in enumerate(prompts(bench))]
     assert sum(reply.frames > 5 for reply in replies) >= 4
     return replies
@@ -75,10 +75,10 @@ def reference(nano: Path) -> list[Reply]:
     ],
 )
 def test_batched_equals_alone(
-    nano: Path, reference: list[Reply], stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    nano: Path, eager: bool, reference: list[Reply], stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.stages.thinker_stage.PIECE_ROWS", 7)
-    bench = Bench(nano, **stage)
+    bench = Bench(nano, enforce_eager=eager, **stage)
     for index, prompt in enumerate(prompts(bench)):
         submit(bench, f"batch-{index}", prompt, index)
     bench.run()
@@ -98,10 +98,10 @@ def test_batched_equals_alone(
     ],
 )
 def test_preemption_at_any_moment_changes_nothing(
-    nano: Path, reference: list[Reply], stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    nano: Path, eager: bool, reference: list[Reply], stage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.stages.thinker_stage.PIECE_ROWS", 50)
-    bench = Bench(nano, max_num_batched_tokens=128, **stage)
+    bench = Bench(nano, enforce_eager=eager, max_num_batched_tokens=128, **stage)
     rng = random.Random(2)
     for index, prompt in enumerate(prompts(bench)):
         submit(bench, f"batch-{index}", prompt, index)
@@ -120,8 +120,11 @@ def test_preemption_at_any_moment_changes_nothing(
     assert_nothing_is_held(bench)
 
 
-def test_bfloat16_states_arrive_as_they_are(nano: Path) -> None:
-    alone, together = Bench(nano, dtype="bfloat16"), Bench(nano, dtype="bfloat16", async_chunk=False)
+def test_bfloat16_states_arrive_as_they_are(nano: Path, eager: bool) -> None:
+    alone, together = (
+        Bench(nano, enforce_eager=eager, dtype="bfloat16"),
+        Bench(nano, enforce_eager=eager, dtype="bfloat16", async_chunk=False),
+    )
     chats = prompts(alone)
     for index in (0, 3, 6):
         submit(together, f"r-{index}", chats[index], index)
@@ -130,8 +133,10 @@ def test_bfloat16_states_arrive_as_they_are(nano: Path) -> None:
         assert_same(together.replies[f"r-{index}"], answer(alone, f"r-{index}", chats[index], index))
 
 
-def test_requests_that_come_while_others_are_encoded_change_nothing(nano: Path, reference: list[Reply]) -> None:
-    bench = Bench(nano, encoder_budget=4096, max_num_batched_tokens=192)
+def test_requests_that_come_while_others_are_encoded_change_nothing(
+    nano: Path, eager: bool, reference: list[Reply]
+) -> None:
+    bench = Bench(nano, enforce_eager=eager, encoder_budget=4096, max_num_batched_tokens=192)
     rng = random.Random(1)
     order = list(enumerate(prompts(bench)))
     rng.shuffle(order)
@@ -147,9 +152,9 @@ def test_requests_that_come_while_others_are_encoded_change_nothing(nano: Path, 
         assert_same(bench.replies[f"late-{index}"], reference[index])
 
 
-def test_cached_prefix_equals_cold_and_is_not_encoded_again(nano: Path, reference: list[Reply]) -> None:
+def test_cached_prefix_equals_cold_and_is_not_encoded_again(nano: Path, eager: bool, reference: list[Reply]) -> None:
     """Not even without a cache of the encoders: the Talker's hidden states are found with the prefix."""
-    bench = Bench(nano, enable_prefix_caching=True, encoder_cache_bytes=0)
+    bench = Bench(nano, enforce_eager=eager, enable_prefix_caching=True, encoder_cache_bytes=0)
     chats = prompts(bench)
     for index, prompt in enumerate(chats):
         assert_same(answer(bench, f"cold-{index}", prompt, index), reference[index])
@@ -158,7 +163,7 @@ def test_cached_prefix_equals_cold_and_is_not_encoded_again(nano: Path, referenc
         MediaPrompt([*prompt.token_ids[:-3], *range(40, 140), *prompt.token_ids[-3:]], prompt.items, prompt.media)
         for prompt in chats
     ]
-    other = Bench(nano)
+    other = Bench(nano, enforce_eager=eager)
     cold = [answer(other, f"long-{index}", prompt, index) for index, prompt in enumerate(chats)]
     for index, prompt in enumerate(chats):
         assert_same(answer(bench, f"first-{index}", prompt, index), cold[index])
@@ -175,10 +180,12 @@ def test_cached_prefix_equals_cold_and_is_not_encoded_again(nano: Path, referenc
     assert_nothing_is_held(bench)
 
 
-def test_behind_a_cached_part_of_a_video_only_the_rest_is_encoded(nano: Path, reference: list[Reply]) -> None:
+def test_behind_a_cached_part_of_a_video_only_the_rest_is_encoded(
+    nano: Path, eager: bool, reference: list[Reply]
+) -> None:
     """A hit ends with a whole cell, so it may end within a video: the question after it is short."""
-    bench = Bench(nano, enable_prefix_caching=True, encoder_cache_bytes=0, encoder_budget=64)
-    cold = Bench(nano, encoder_budget=64)
+    bench = Bench(nano, enforce_eager=eager, enable_prefix_caching=True, encoder_cache_bytes=0, encoder_budget=64)
+    cold = Bench(nano, enforce_eager=eager, encoder_budget=64)
     talkie = bench.media_prompt(40, video(4, frames=40, height=64, width=96, sound=clip(5, 430)), 41, 42)
     expected = answer(cold, "cold", talkie, 3)
     assert_same(answer(bench, "first", talkie, 3), expected)
@@ -207,8 +214,8 @@ def test_one_picture_twice_in_a_prompt(nano: Path) -> None:
     assert_nothing_is_held(bench)
 
 
-def test_a_silent_answer_leaves_what_a_spoken_one_needs(nano: Path, reference: list[Reply]) -> None:
-    bench = Bench(nano, enable_prefix_caching=True)
+def test_a_silent_answer_leaves_what_a_spoken_one_needs(nano: Path, eager: bool, reference: list[Reply]) -> None:
+    bench = Bench(nano, enforce_eager=eager, enable_prefix_caching=True)
     for index, prompt in enumerate(prompts(bench)):
         submit(bench, f"silent-{index}", prompt, index, speak=False)
         bench.run()
@@ -271,8 +278,8 @@ def test_decoding_goes_on_while_a_long_video_is_encoded(nano: Path) -> None:
     assert bench.replies["film"].done and bench.replies["talk"].done
 
 
-def test_a_request_whose_media_is_gone_fails_alone(nano: Path, reference: list[Reply]) -> None:
-    bench = Bench(nano)
+def test_a_request_whose_media_is_gone_fails_alone(nano: Path, eager: bool, reference: list[Reply]) -> None:
+    bench = Bench(nano, enforce_eager=eager)
     chats = prompts(bench)
     lost = bench.media_prompt(40, picture(77), clip(78))
     for item in lost.items:
@@ -301,9 +308,9 @@ def test_features_that_do_not_fit_the_prompt_are_refused(nano: Path) -> None:
     assert_nothing_is_held(bench)
 
 
-def test_abort_frees_media_at_every_moment(nano: Path, reference: list[Reply]) -> None:
+def test_abort_frees_media_at_every_moment(nano: Path, eager: bool, reference: list[Reply]) -> None:
     for steps in range(0, 12, 2):
-        bench = Bench(nano, encoder_budget=256, max_num_batched_tokens=128)
+        bench = Bench(nano, enforce_eager=eager, encoder_budget=256, max_num_batched_tokens=128)
         chats = prompts(bench)
         for index in (1, 2, 3, 6):
             submit(bench, f"r-{index}", chats[index], index)
@@ -333,8 +340,8 @@ def test_hidden_states_beyond_those_of_the_prompt_fail_the_request(nano: Path) -
     assert "the text came after 0 hidden states" in (bench.replies["early"].failure or "")
 
 
-def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(nano: Path, reference: list[Reply]) -> None:
-    bench = Bench(nano)
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(nano: Path, eager: bool, reference: list[Reply]) -> None:
+    bench = Bench(nano, enforce_eager=eager)
     chats = prompts(bench)
     submit(bench, "r", chats[0], 0)
     bench.submit("r", chats[1].token_ids, media=chats[1].items, speak=False)

@@ -18,9 +18,9 @@ from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
 TOKENS, FRAMES = 12, 16
 
 
-@pytest.fixture(scope="module")
-def bench(nano: Path) -> Bench:
-    return Bench(nano)
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def bench(nano: Path, request: pytest.FixtureRequest) -> Bench:
+    return Bench(nano, enforce_eager=request.param)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.scheduler_config import PREFILL_CELL
-from triptych.layers.attention import PagedMetadata, PrefillPiece
+from triptych.layers.attention import PagedMetadata, PrefillPiece, RowMetadata, StepMetadata
 from triptych.layers.linear import ROW_TILE, padded_rows
 
 _Ints = NDArray[np.int64]
@@ -30,24 +30,28 @@ class StepInputs:
     rows: tuple[ScheduledRow, ...]
     num_rows: int
     positions: Tensor
-    metadata: PagedMetadata
+    metadata: StepMetadata
     sampling: tuple[ScheduledRow, ...]
     sample_rows: Tensor
 
 
-def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device, batch_invariant: bool) -> StepInputs:
-    """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped."""
+def build_inputs(
+    batch: ScheduledBatch, *, block_size: int, device: torch.device, batch_invariant: bool, by_row: bool = False
+) -> StepInputs:
+    """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped.
+
+    `by_row`: with `RowMetadata`, else with `PagedMetadata`.
+    """
     tile = ROW_TILE if batch_invariant else 1
     count = padded_rows(batch.num_tokens, tile)
     indices = np.zeros(count, dtype=np.int64)  # of each row within its request
     slots = np.arange(count, dtype=np.int64) % block_size  # trash block, for the padded rows
     decodes = [row for row in batch.rows if _is_decode(row)]
     rows = (*decodes, *(row for row in batch.rows if not _is_decode(row)))
-    pieces: list[PrefillPiece] = []
     sampling: list[ScheduledRow] = []
     sample_rows: list[int] = []
     at = 0
-    for index, row in enumerate(rows):
+    for row in rows:
         end = row.start + row.num_tokens
         span = np.arange(row.start, end, dtype=np.int64)
         indices[at : at + row.num_tokens] = span
@@ -55,22 +59,18 @@ def build_inputs(batch: ScheduledBatch, *, block_size: int, device: torch.device
         first = row.start // block_size
         blocks = np.asarray(row.request.block_ids[first : -(-end // block_size)], dtype=np.int64)
         slots[at : at + row.num_tokens] = blocks[span // block_size - first] * block_size + span % block_size
-        if index >= len(decodes):
-            pieces.extend(_pieces(row, at, block_size, device, batch_invariant))
         at += row.num_tokens
         if row.samples:
             sampling.append(row)
             sample_rows.append(at - 1)
     if sample_rows:
         sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows), tile) - len(sample_rows))
-    table, mask = _decode_table(decodes, block_size)
-    metadata = PagedMetadata(
-        slots=torch.from_numpy(slots).to(device),
-        num_decodes=len(decodes),
-        decode_blocks=torch.from_numpy(table).to(device),
-        decode_mask=torch.from_numpy(mask).to(device),
-        pieces=tuple(pieces),
-    )
+    placed = torch.from_numpy(slots).to(device)
+    metadata: StepMetadata
+    if by_row:
+        metadata = _row_metadata(rows, placed, indices[:at] + 1, block_size)
+    else:
+        metadata = _paged_metadata(rows, len(decodes), placed, block_size, device, batch_invariant)
     return StepInputs(
         rows=rows,
         num_rows=count,
@@ -104,7 +104,47 @@ def _is_decode(row: ScheduledRow) -> bool:
     return row.num_tokens == 1 and (single_from is None or row.start >= single_from)
 
 
-def _decode_table(decodes: list[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
+def _row_metadata(rows: Sequence[ScheduledRow], slots: Tensor, lengths: _Ints, block_size: int) -> RowMetadata:
+    """On the CPU, where compiled layers read it."""
+    blocks: list[int] = []
+    starts: list[int] = []
+    for row in rows:
+        starts += [len(blocks)] * row.num_tokens
+        blocks += row.request.block_ids[: -(-(row.start + row.num_tokens) // block_size)]
+    return RowMetadata(
+        slots=slots,
+        blocks=torch.from_numpy(np.array(blocks, dtype=np.int64)),
+        starts=torch.from_numpy(np.array(starts, dtype=np.int64)),
+        lengths=torch.from_numpy(lengths),
+        longest=int(lengths.max()),
+    )
+
+
+def _paged_metadata(
+    rows: Sequence[ScheduledRow],
+    num_decodes: int,
+    slots: Tensor,
+    block_size: int,
+    device: torch.device,
+    batch_invariant: bool,
+) -> PagedMetadata:
+    """The first `num_decodes` of `rows` are decode rows, the others prefills."""
+    table, mask = _decode_table(rows[:num_decodes], block_size)
+    pieces: list[PrefillPiece] = []
+    at = num_decodes
+    for row in rows[num_decodes:]:
+        pieces.extend(_pieces(row, at, block_size, device, batch_invariant))
+        at += row.num_tokens
+    return PagedMetadata(
+        slots=slots,
+        num_decodes=num_decodes,
+        decode_blocks=torch.from_numpy(table).to(device),
+        decode_mask=torch.from_numpy(mask).to(device),
+        pieces=tuple(pieces),
+    )
+
+
+def _decode_table(decodes: Sequence[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
     """Blocks and visible positions of the decode rows, as wide as the longest of them."""
     lengths = np.array([row.start + 1 for row in decodes], dtype=np.int64)
     width = int(-(-lengths.max() // block_size)) if decodes else 0

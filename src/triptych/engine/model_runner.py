@@ -11,19 +11,23 @@ from torch import Tensor
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.inputs import StepInputs, build_inputs
 from triptych.engine.kv_cache import KVCache
-from triptych.layers.attention import PagedMetadata
+from triptych.layers.attention import StepMetadata
 from triptych.layers.decoder import BetweenLayers
 
 
 class StepModel(Protocol):
     """A decoder that the runner can step."""
 
+    @property
+    def by_row(self) -> bool:
+        """Whether it takes `RowMetadata`; else it takes `PagedMetadata`."""
+
     def __call__(
         self,
         x: Tensor,
         positions: Tensor,
         caches: list[Tensor],
-        metadata: PagedMetadata,
+        metadata: StepMetadata,
         between: BetweenLayers | None = None,
     ) -> Tensor:
         """Rows [N, hidden] -> hidden states [N, hidden]."""
@@ -59,7 +63,11 @@ class ModelRunner:
         padding up to a whole row tile. None when no row samples.
         """
         inputs = build_inputs(
-            batch, block_size=self.cache.block_size, device=self.device, batch_invariant=self.batch_invariant
+            batch,
+            block_size=self.cache.block_size,
+            device=self.device,
+            batch_invariant=self.batch_invariant,
+            by_row=self.model.by_row,
         )
         x = self.embed(inputs.rows, inputs.num_rows)
         between = self.between(inputs) if self.between is not None else None

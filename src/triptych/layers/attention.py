@@ -45,6 +45,25 @@ class PagedMetadata:
     pieces: tuple[PrefillPiece, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class RowMetadata:
+    """The same for compiled layers, which take decode rows and prefill rows alike.
+
+    `slots` [N] as above. Of the n rows that are not padding: row r is the last of the first `lengths[r]` positions of
+    its request, whose cache blocks are `blocks[starts[r]]` and on; the rows of a request follow each other, in order.
+    All int64. `longest` is the largest of `lengths`.
+    """
+
+    slots: Tensor
+    blocks: Tensor
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+
+
+StepMetadata = PagedMetadata | RowMetadata
+
+
 class PagedAttention:
     """The cache of one layer, [num_blocks, block_size, 2 * kv_heads, head_dim] (keys, then values), and its reads."""
 

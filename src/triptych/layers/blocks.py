@@ -28,15 +28,18 @@ class Blocks:
         self._width = int(library.block_width())
         self._held: list[object] = []
 
+    def whole(self, outputs: int) -> int:
+        """`outputs` filled up to whole blocks: how long a row is that a product may write to."""
+        return -(-outputs // self._width) * self._width
+
     def product(self, weight: Tensor) -> Product:
         """A weight [outputs, inputs]: in bfloat16 if that holds it exactly, else in float32."""
         outputs, inputs = weight.shape
-        narrow = bool(torch.equal(weight.bfloat16().float(), weight.float()))
-        blocks = F.pad(weight, (0, inputs % 2 if narrow else 0, 0, -outputs % self._width))
-        if narrow:
-            blocks = blocks.bfloat16().view(-1, self._width, blocks.shape[1] // 2, 2).transpose(1, 2).contiguous()
-        else:
-            blocks = blocks.float().view(-1, self._width, inputs).transpose(1, 2).contiguous()
+        narrow = weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight.float())
+        # Of bfloat16, two neighbouring inputs go as one.
+        kept = weight.to(torch.bfloat16 if narrow else torch.float32)
+        blocks = F.pad(kept, (0, inputs % 2 if narrow else 0, 0, -outputs % self._width)).view(torch.int32)
+        blocks = blocks.view(-1, self._width, blocks.shape[1]).transpose(1, 2).contiguous()
         self._held.append(blocks)
         return Product(blocks=blocks.data_ptr(), outputs=outputs, inputs=inputs, narrow=narrow)
 

@@ -79,24 +79,28 @@ static void multiply(
     size_t block_bytes = (size_t)inputs * WIDTH * (p->narrow ? 2 : 4);
     const char *block = p->blocks;
     for (int output = 0; output < p->outputs; output += WIDTH, block += block_bytes)
-        for (int row = 0; row < rows;) {
+        for (int row = 0, some; row < rows; row += some) {
             const float *from = x + row * x_stride;
             float *to = y + row * y_stride + output;
-            int whole = rows - row >= TILE;
-            if (p->narrow && whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 1, add);
-            else if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, 1, 1, add);
-            else if (whole) tile(block, inputs, from, x_stride, to, y_stride, TILE, 0, add);
-            else tile(block, inputs, from, x_stride, to, y_stride, 1, 0, add);
-            row += whole ? TILE : 1;
+            some = rows - row < TILE ? rows - row : TILE;
+#define SUM(some) \
+    if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, some, 1, add); \
+    else tile(block, inputs, from, x_stride, to, y_stride, some, 0, add)
+            if (some == 4) SUM(4);
+            else if (some == 3) SUM(3);
+            else if (some == 2) SUM(2);
+            else SUM(1);
+#undef SUM
         }
 }
 
-/* exp to within two units in the last place, by Cephes' polynomial; without a branch, so that loops over it become
-   vector code. */
+/* exp to within two units in the last place, by Cephes' polynomial, of x between -64 and 64, else of the nearer of them:
+   beside other terms of a sum e^-64 is nothing, and what is near to it is no denormal number, for which processors take a
+   hundred cycles. Without a branch, so that loops over it become vector code. */
 static inline float exponential(float x) {
     const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number, in the low bits */
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 88.0f ? 88.0f : x;
+    x = x < -64.0f ? -64.0f : x;
+    x = x > 64.0f ? 64.0f : x;
     float shifted = x * 1.44269504f + shift, whole = shifted - shift, power;
     float rest = x - whole * 0.693359375f;
     rest = rest + whole * 2.12194440e-4f;

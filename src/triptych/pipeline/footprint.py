@@ -59,7 +59,7 @@ class Footprint:
     """`taken` counts in the stage's share of a CUDA device before its KV cache does; `state` comes on top.
 
     `workspace` is an estimate of what the largest step needs for itself. `longest_decode` is that of a decode step of
-    `max_num_seqs` of which one has the longest context: all are padded to it.
+    `max_num_seqs` of which one has the longest context: all are padded to it, but by compiled layers.
     """
 
     taken: tuple[Item, ...]
@@ -214,7 +214,9 @@ def _batch_sizes(stage: StageConfig) -> range:
 
 
 def _longest_decode(stage: StageConfig, decoder: DecoderConfig) -> int:
-    """Keys and values of one layer, gathered for `max_num_seqs` contexts of `max_model_len`."""
+    """Keys and values of one layer, gathered for `max_num_seqs` contexts of `max_model_len`; 0 where none are."""
+    if _is_compiled(stage):
+        return 0
     values = 2 * decoder.num_key_value_heads * decoder.head_dim
     return stage.max_num_seqs * stage.max_model_len * values * DTYPE_BYTES[stage.dtype]
 
@@ -222,6 +224,9 @@ def _longest_decode(stage: StageConfig, decoder: DecoderConfig) -> int:
 def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
     """The largest of what a step of `max_num_batched_tokens` rows holds at once: attention, feed-forward or logits."""
     itemsize, rows, hidden = DTYPE_BYTES[stage.dtype], stage.max_num_batched_tokens, decoder.hidden_size
+    logits = stage.max_num_seqs * decoder.vocab_size * (itemsize + _SORTED_BYTES)
+    if _is_compiled(stage):  # rows in float32 as they come, normalised and as they go; the rest is for a few at a time
+        return rows * hidden * (itemsize + 3 * 4) + logits
     turning = (decoder.num_attention_heads + decoder.num_key_value_heads) * decoder.head_dim
     values = decoder.num_key_value_heads * decoder.head_dim
     # Queries and keys are normalised in float32, and turned beside that.
@@ -236,8 +241,12 @@ def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
     if stage.quantization is not None and not (on_cpu and stage.dtype == "bfloat16"):  # there int8 is read as it lies
         attention += _widest_attention(decoder) * itemsize
         feed_forward += _widest_feed_forward(decoder, on_cpu) * itemsize
-    logits = stage.max_num_seqs * decoder.vocab_size * (itemsize + _SORTED_BYTES)
     return 3 * rows * hidden * itemsize + max(attention, feed_forward, logits)
+
+
+def _is_compiled(stage: StageConfig) -> bool:
+    """Whether the layers of a backbone are compiled code, if there is a compiler."""
+    return not stage.enforce_eager and stage.quantization is None and stage.dtype != "float16"
 
 
 def _widest_attention(decoder: DecoderConfig) -> int:

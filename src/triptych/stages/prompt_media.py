@@ -220,10 +220,10 @@ class MediaLayers:
 
     def __call__(self, layer: int, x: Tensor) -> Tensor:
         if self.hidden is not None and layer == self.kept_layer:
-            self.hidden.index_copy_(0, self.slots, x)
+            self.hidden.index_copy_(0, self.slots, x.to(self.hidden.dtype))
         for rows in self.added:
             if layer < len(rows.encoded.deepstack):
-                x.index_add_(0, rows.places, rows.encoded.deepstack[layer])
+                x.index_add_(0, rows.places, rows.encoded.deepstack[layer].to(x.dtype))
         return x
 
 

@@ -47,7 +47,7 @@ class SpeechRows:
         self.num_media_rows = 0  # how many of them have come
         self._media: Tensor | None = None
         self._num_rows = len(rows)
-        # The row of the first text token is always computed alone: it may come with the prompt or long after it.
+        # If `single`, the row of the first text token is computed alone: it may come with the prompt or long after it.
         self.engine = EngineRequest(
             request_id=message.request_id,
             num_prompt_tokens=len(rows) + 1,

@@ -83,7 +83,9 @@ class TalkerStage:
     ) -> None:
         self.model, self.config, self.scheduler = model, config, setup.scheduler
         self.outbox, self.arrivals, self.handoffs, self.cadence = outbox, arrivals, handoffs, cadence
-        self.batch_invariant, self.device = batch_invariant, setup.device
+        self.device = setup.device
+        # Compiled layers give a row the same bits wherever it is computed; the eager ones where it is computed alone.
+        self.single = batch_invariant and not model.by_row
         self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
         runner = ModelRunner(
             model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
@@ -137,7 +139,7 @@ class TalkerStage:
             params = msgspec.structs.replace(message.params, logit_bias=message.params.logit_bias | never)
             message = msgspec.structs.replace(message, params=params)
         try:
-            rows = SpeechRows(message, self.config, self.model, single=self.batch_invariant)
+            rows = SpeechRows(message, self.config, self.model, single=self.single)
             room = self.scheduler.config.max_model_len - rows.engine.num_prompt_tokens
             vocab = self.model.config.vocab_size
             if outside := [token for token in message.params.logit_bias if not 0 <= token < vocab]:

@@ -86,7 +86,9 @@ class ThinkerStage:
     ) -> None:
         self.model, self.config, self.scheduler, self.tokenizer = model, config, setup.scheduler, tokenizer
         self.eos_token_ids = frozenset(config.eos_token_ids)
-        self.outbox, self.handoffs, self.batch_invariant = outbox, handoffs, batch_invariant
+        self.outbox, self.handoffs = outbox, handoffs
+        # Compiled layers give a row the same bits wherever it is computed; the eager ones where it is computed alone.
+        self.single = batch_invariant and not model.by_row
         self.device, self.cache = setup.device, setup.cache
         self.media = PromptMedia(line=line, scheduler=setup.scheduler, config=config) if line is not None else None
         self.counts = StageCounts()
@@ -121,7 +123,7 @@ class ThinkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
-        model.prepare(row_tile=row_tile(context.config))
+        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager)
         line = EncoderLine.load(context, device, dtype)
         # What encoded media may hold is not the cache's either.
         taken_bytes = allocated_bytes(device) - before + (line.ahead_bytes if line is not None else 0)
@@ -149,7 +151,7 @@ class ThinkerStage:
             params=message.params,
             token_ids=prompt,
             num_tokens=len(prompt),
-            single_from=len(prompt) if self.batch_invariant else None,
+            single_from=len(prompt) if self.single else None,
         )
         try:
             if room < 1:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 
-from triptych.layers.attention import AttentionProjections, PagedAttention, PagedMetadata
+from triptych.layers.attention import AttentionProjections, PagedAttention, RowMetadata, StepMetadata
+from triptych.layers.compiled_decoder import DTYPES, CompiledDecoder, compiled_code
 from triptych.layers.decoder import Attend, BetweenLayers, DecoderLayer
 from triptych.layers.linear import GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
+from triptych.layers.quantized_weight import QuantizedWeight
 from triptych.layers.rotary import Rotary
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.config import DecoderConfig
+
+logger = logging.getLogger(__name__)
 
 
 def build_layer(config: DecoderConfig, index: int) -> DecoderLayer:
@@ -42,40 +48,71 @@ def build_layer(config: DecoderConfig, index: int) -> DecoderLayer:
 
 
 class Backbone(nn.Module):
-    """Decoder layers and the final norm. `forward` takes embeddings, so it serves ids and projected rows alike."""
+    """Decoder layers and the final norm. `forward` takes embeddings, so it serves ids and projected rows alike.
+
+    On a CPU the layers have a twin in C. The two round differently, so a stage runs one or the other for all its steps:
+    `compiled` is the twin where it is the one that runs, and then takes `RowMetadata`.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(build_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.compiled: CompiledDecoder | None = None
 
-    def prepare(self, row_tile: int) -> None:
-        """Derive what the layers keep beside their weights; call once the weights are loaded."""
-        self.norm.prepare()
+    def prepare(self, row_tile: int, *, eager: bool = True, part: str = "Backbone") -> None:
+        """Derive what the layers keep beside their weights; call once the weights are loaded.
+
+        Not `eager`: for the compiled layers, where these weights have any and they can be compiled; the log calls it
+        `part`.
+        """
         self.rotary = Rotary(
             self.config.head_dim, self.config.rope_theta, self.config.mrope_section, self.norm.weight.device
         )
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        code = None if eager or not _can_be_compiled(layers, part) else compiled_code()
+        if code is not None:
+            self.compiled = CompiledDecoder(code, layers, self.norm)
+            self.layers = nn.ModuleList()  # their weights are laid out anew
+            self.itemsize = self.compiled.itemsize
+            return
+        self.norm.prepare()
         self.steps = prepared_layers(self.layers, row_tile)
-        first = self.layers[0]
-        assert isinstance(first, DecoderLayer)
-        self.itemsize = first.attention.into.itemsize  # of the projections, as a step reads them
+        self.itemsize = layers[0].attention.into.itemsize  # of the projections, as a step reads them
 
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
         caches: list[Tensor],
-        metadata: PagedMetadata,
+        metadata: StepMetadata,
         between: BetweenLayers | None = None,
     ) -> Tensor:
         """x [N, hidden], positions [3, N] -> normalised hidden states [N, hidden]."""
+        if self.compiled is not None:
+            assert isinstance(metadata, RowMetadata)
+            return self.compiled(x, *self.rotary(positions, torch.float32), caches, metadata, between)
+        assert not isinstance(metadata, RowMetadata)
         cos, signed_sin = self.rotary(positions, x.dtype)
         for layer, (step, cache) in enumerate(zip(self.steps, caches, strict=True)):
             x = step(x, cos, signed_sin, PagedAttention(cache, self.config.num_key_value_heads, metadata))
             if between is not None:
                 x = between(layer, x)
         return self.norm.forward(x)
+
+
+def _can_be_compiled(layers: list[DecoderLayer], part: str) -> bool:
+    """Not in eight bits, nor in float16: said in the log."""
+    weight = layers[0].attention.qkv
+    if isinstance(weight, QuantizedWeight):
+        kind = f"weights in {weight.stored.dtype}"
+    elif weight.dtype not in DTYPES:
+        kind = f"a stage in {weight.dtype}"
+    else:
+        return True
+    logger.warning("%s: its layers have no compiled form for %s; their eager twin runs, which is slower", part, kind)
+    return False
 
 
 def projections(model: nn.Module) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
-from triptych.layers.attention import PagedMetadata
+from triptych.layers.attention import StepMetadata
 from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
@@ -102,7 +102,7 @@ class Talker(nn.Module):
 
         Not `eager`: with compiled code where there is some and it can be compiled.
         """
-        self.backbone.prepare(row_tile)
+        self.backbone.prepare(row_tile, eager=eager, part="Talker")
         self.code_predictor.prepare(row_tile, eager=eager)
         self.head = take_product(self, "codec_head")
         self.widen = take_product(self.hidden_projection, "fc1")
@@ -143,12 +143,17 @@ class Talker(nn.Module):
             tiles.append(self.narrow(inner).add_(projection.fc2_bias))
         return torch.cat(tiles)[: hidden.shape[0]]
 
+    @property
+    def by_row(self) -> bool:
+        """Whether steps take `RowMetadata`."""
+        return self.backbone.compiled is not None
+
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
         caches: list[Tensor],
-        metadata: PagedMetadata,
+        metadata: StepMetadata,
         between: BetweenLayers | None = None,
     ) -> Tensor:
         """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""

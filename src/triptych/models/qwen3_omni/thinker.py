@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triptych.layers.attention import PagedMetadata
+from triptych.layers.attention import StepMetadata
 from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
@@ -38,20 +38,26 @@ class Thinker(nn.Module):
         yield Placement("thinker.lm_head.weight", "lm_head", shape)
         yield from layer_placements(self.config, "thinker.model", "backbone", layout)
 
-    def prepare(self, *, row_tile: int = ROW_TILE) -> None:
-        self.backbone.prepare(row_tile)
+    def prepare(self, *, row_tile: int = ROW_TILE, eager: bool = True) -> None:
+        """Derive what the layers need. Not `eager`: with compiled code where there is some and it can be compiled."""
+        self.backbone.prepare(row_tile, eager=eager, part="Thinker")
         self.head = take_product(self, "lm_head")
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """ids [N] -> [N, hidden]."""
         return F.embedding(token_ids, self.embed_tokens)
 
+    @property
+    def by_row(self) -> bool:
+        """Whether steps take `RowMetadata`."""
+        return self.backbone.compiled is not None
+
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
         caches: list[Tensor],
-        metadata: PagedMetadata,
+        metadata: StepMetadata,
         between: BetweenLayers | None = None,
     ) -> Tensor:
         """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""

@@ -1,0 +1,438 @@
+/* Decoder layers over the rows of one step, `decoder.py` in one call without the interpreter. A row is one position of one
+   request; rows of a request follow each other, in order.
+
+   What a row computes depends on it and the positions before it alone: not on the rows beside it, on how its prompt was
+   cut into steps, or on where the blocks of its request lie. Compiled by `compiled.py` for this machine's processor;
+   called through `compiled_decoder.py`, which mirrors the structs. */
+
+#include "rows.h"
+
+#define CHUNK 64 /* rows that go through products together, so that they stay in the cache beside a block of weights */
+
+typedef struct {
+    Product into, back;
+} Gated;
+
+/* Norm weights are times the root of their number. `qk_norm` [heads + kv_heads, head_dim]. Where there are `experts`,
+   `mlp` is the shared one, of no outputs if there is none. */
+typedef struct {
+    Product qkv, out, router, shared_gate;
+    Gated mlp;
+    const Gated *experts;
+    const float *input_norm, *qk_norm, *post_norm;
+    int32_t num_experts, top_k, norm_top_k;
+} Layer;
+
+typedef struct {
+    const Layer *layers;
+    float eps;
+    int32_t num_layers, hidden, heads, kv_heads, head_dim, block_size, narrow_cache;
+} Decoder;
+
+/* Row r is the last of `lengths[r]` positions of its request, whose cache blocks are `blocks[starts[r]]` and on. `cos` and
+   `signed_sin` [rows, head_dim] as of `rotary.py`. x [rows, stride].
+
+   A block of a layer's cache has, for each key head, the keys as [head_dim, block_size], then for each its values as
+   [block_size, head_dim]. */
+typedef struct {
+    void *const *caches;
+    const int64_t *blocks, *starts, *lengths;
+    const float *cos, *signed_sin;
+    float *x, *scratch;
+    int64_t rows, stride, longest;
+} Step;
+
+/* Where things lie in the scratch memory, and how long a row of them is. */
+typedef struct {
+    size_t hidden, attended, wide, logits;
+    float *normed, *attended_at, *wide_at, *mixed, *logits_at, *scores, *shares;
+    int32_t *chosen, *order;
+    size_t floats;
+} Plan;
+
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
+static Plan plan(const Decoder *d, float *scratch, size_t rows, size_t longest) {
+    size_t dim = d->head_dim, wide = padded((d->heads + 2 * (size_t)d->kv_heads) * dim, WIDTH), experts = 0, top_k = 0;
+    for (int at = 0; at < d->num_layers; at++) {
+        const Layer *layer = d->layers + at;
+        wide = larger(wide, padded(layer->mlp.into.outputs, WIDTH));
+        if (layer->experts) wide = larger(wide, padded(layer->experts->into.outputs, WIDTH));
+        experts = larger(experts, layer->num_experts);
+        top_k = larger(top_k, layer->top_k);
+    }
+    Plan p = {
+        .hidden = padded(d->hidden, WIDTH),
+        .attended = padded(d->heads * dim, WIDTH),
+        .wide = wide,
+        .logits = padded(larger(experts, 1), WIDTH),
+    };
+    size_t chunk = rows < CHUNK ? rows : CHUNK, at = 0;
+#define PLACE(member, count) p.member = (void *)((uintptr_t)scratch + 4 * at), at += padded(count, LANES)
+    PLACE(normed, rows * p.hidden);
+    PLACE(attended_at, chunk * larger(p.attended, p.hidden));
+    PLACE(wide_at, chunk * p.wide);
+    PLACE(mixed, chunk * p.hidden);
+    PLACE(logits_at, chunk * p.logits);
+    PLACE(scores, TILE * padded(longest + 2 * LANES, LANES));
+    PLACE(shares, rows * top_k);
+    PLACE(chosen, rows * top_k);
+    PLACE(order, rows * top_k + experts + 1);
+#undef PLACE
+    p.floats = at;
+    return p;
+}
+
+/* How many floats `run_layers` needs to work with. */
+int64_t scratch_floats(const Decoder *d, int64_t rows, int64_t longest) {
+    return (int64_t)plan(d, 0, rows, longest).floats;
+}
+
+static inline size_t block_values(const Decoder *d) { return (size_t)d->block_size * 2 * d->kv_heads * d->head_dim; }
+
+static inline uint16_t narrowed(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return x == x ? (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16) : 0x7fc0; /* to nearest, ties to even */
+}
+
+static inline void keep(void *cache, int narrow, size_t at, float x) {
+    if (narrow) ((uint16_t *)cache)[at] = narrowed(x);
+    else ((float *)cache)[at] = x;
+}
+
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+static inline __attribute__((always_inline)) Floats kept(const void *cache, int narrow, size_t at) {
+    if (!narrow) return load((const float *)cache + at);
+    return (Floats)(__builtin_convertvector(*(const Halves *)((const uint16_t *)cache + at), Words) << 16);
+}
+
+static float kept_one(const void *cache, int narrow, size_t at) {
+    if (!narrow) return ((const float *)cache)[at];
+    uint32_t bits = (uint32_t)((const uint16_t *)cache)[at] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* Normalises and turns the query and key heads of a row, qkv [heads + 2 kv_heads, head_dim], and writes its key and value
+   to the cache. */
+static __attribute__((noinline)) void enter(
+    const Decoder *d, const Step *s, const float *qk_norm, int64_t row, void *cache, float *qkv) {
+    int dim = d->head_dim, half = dim / 2;
+    const float *cos = s->cos + row * dim, *sin = s->signed_sin + row * dim + half;
+    for (int head = 0; head < d->heads + d->kv_heads; head++) {
+        float *x = qkv + (size_t)head * dim;
+        rms_norm(x, qk_norm + (size_t)head * dim, d->eps * dim, x, dim);
+        for (int i = 0; i < half; i++) {
+            float left = x[i], right = x[i + half];
+            x[i] = left * cos[i] - right * sin[i];
+            x[i + half] = right * cos[i] + left * sin[i];
+        }
+    }
+    size_t size = d->block_size, at = s->lengths[row] - 1, within = at % size;
+    size_t base = (size_t)s->blocks[s->starts[row] + at / size] * block_values(d);
+    const float *key = qkv + (size_t)d->heads * dim, *value = key + (size_t)d->kv_heads * dim;
+    for (int head = 0; head < d->kv_heads; head++)
+        for (int i = 0; i < dim; i++) {
+            keep(cache, d->narrow_cache, base + ((size_t)head * dim + i) * size + within, key[head * dim + i]);
+            keep(cache, d->narrow_cache, base + ((d->kv_heads + head) * size + within) * dim + i, value[head * dim + i]);
+        }
+}
+
+/* Some query heads that look at the same key head, of one row or of some of a request. */
+typedef struct {
+    const float *queries[TILE];
+    float *scores[TILE], *outs[TILE];
+    int64_t lengths[TILE];
+    int count;
+} Seekers;
+
+/* One key head of a layer, for one request. */
+typedef struct {
+    const void *cache;
+    const int64_t *blocks;
+    size_t block_values, keys, values, size; /* values of a block; where this head's begin in it; positions of a block */
+    int dim, narrow;
+} Sought;
+
+/* Scores of the positions before `length`, and of some more that are not to be looked at. */
+static inline __attribute__((always_inline)) void score(
+    const Sought *sought, const Seekers *seekers, int first, int count, int64_t length, int narrow) {
+    const size_t size = sought->size;
+    /* A piece is LANES positions of a block, or what is left of it: PARTS of them are summed at a time. What a piece has
+       too many is overwritten by the next one. */
+    for (size_t block = 0, in_block = 0; block * size + in_block < (size_t)length;) {
+        size_t at[PARTS], position[PARTS];
+        int parts = 0;
+        for (; parts < PARTS && block * size + in_block < (size_t)length; parts++) {
+            at[parts] = (size_t)sought->blocks[block] * sought->block_values + sought->keys + in_block;
+            position[parts] = block * size + in_block;
+            in_block += LANES;
+            if (in_block >= size) block++, in_block = 0;
+        }
+        for (int part = parts; part < PARTS; part++) at[part] = at[0];
+        Floats total[TILE][PARTS] = {0};
+        for (int i = 0; i < sought->dim; i++)
+            for (int part = 0; part < PARTS; part++) {
+                Floats key = kept(sought->cache, narrow, at[part] + i * size);
+                for (int one = 0; one < count; one++) total[one][part] += seekers->queries[first + one][i] * key;
+            }
+        for (int part = 0; part < parts; part++)
+            for (int one = 0; one < count; one++)
+                memcpy(seekers->scores[first + one] + position[part], &total[one][part], sizeof(Floats));
+    }
+}
+
+/* Adds the values of positions `from` to `to` by their scores, in order. */
+static inline __attribute__((always_inline)) void mix(
+    const Sought *sought, const Seekers *seekers, int first, int count, int64_t from, int64_t to, int narrow) {
+    const int dim = sought->dim;
+    const size_t size = sought->size;
+    int at = 0;
+    for (int parts = PARTS; at + LANES <= dim; at += parts * LANES) {
+        if (at + parts * LANES > dim) parts = 1;
+        Floats total[TILE][PARTS] = {0};
+        for (int one = 0; one < count; one++)
+            for (int part = 0; part < parts; part++)
+                total[one][part] = load(seekers->outs[first + one] + at + part * LANES);
+        for (int64_t position = from; position < to;) {
+            size_t block = position / size, within = position % size;
+            size_t value = (size_t)sought->blocks[block] * sought->block_values + sought->values + within * dim + at;
+            for (; within < size && position < to; within++, position++, value += dim)
+                if (parts == PARTS)
+                    for (int part = 0; part < PARTS; part++) {
+                        Floats lanes = kept(sought->cache, narrow, value + part * LANES);
+                        for (int one = 0; one < count; one++)
+                            total[one][part] += seekers->scores[first + one][position] * lanes;
+                    }
+                else {
+                    Floats lanes = kept(sought->cache, narrow, value);
+                    for (int one = 0; one < count; one++)
+                        total[one][0] += seekers->scores[first + one][position] * lanes;
+                }
+        }
+        for (int one = 0; one < count; one++)
+            for (int part = 0; part < parts; part++)
+                memcpy(seekers->outs[first + one] + at + part * LANES, &total[one][part], sizeof(Floats));
+    }
+    for (; at < dim; at++)
+        for (int64_t position = from; position < to; position++) {
+            size_t value = (size_t)sought->blocks[position / size] * sought->block_values + sought->values;
+            float one_value = kept_one(sought->cache, narrow, value + position % size * dim + at);
+            for (int one = 0; one < count; one++)
+                seekers->outs[first + one][at] += seekers->scores[first + one][position] * one_value;
+        }
+}
+
+#define OF_SOME(what, ...) \
+    if (sought->narrow) what(sought, seekers, __VA_ARGS__, 1); \
+    else what(sought, seekers, __VA_ARGS__, 0)
+
+static __attribute__((noinline)) void score_all(const Sought *sought, const Seekers *seekers, int64_t length) {
+    if (seekers->count == 4) OF_SOME(score, 0, 4, length);
+    else if (seekers->count == 3) OF_SOME(score, 0, 3, length);
+    else if (seekers->count == 2) OF_SOME(score, 0, 2, length);
+    else OF_SOME(score, 0, 1, length);
+}
+
+static __attribute__((noinline)) void mix_all(const Sought *sought, const Seekers *seekers, int64_t to) {
+    if (seekers->count == 4) OF_SOME(mix, 0, 4, 0, to);
+    else if (seekers->count == 3) OF_SOME(mix, 0, 3, 0, to);
+    else if (seekers->count == 2) OF_SOME(mix, 0, 2, 0, to);
+    else OF_SOME(mix, 0, 1, 0, to);
+}
+
+static __attribute__((noinline)) void mix_rest(const Sought *sought, const Seekers *seekers, int one, int64_t from) {
+    OF_SOME(mix, one, 1, from, seekers->lengths[one]);
+}
+
+static __attribute__((noinline)) float largest_of(const float *x, int64_t size) {
+    float lanes[LANES], peak = x[0];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    for (; i < size; i++) peak = x[i] > peak ? x[i] : peak;
+    for (int lane = 0; lane < LANES; lane++) peak = lanes[lane] > peak ? lanes[lane] : peak;
+    return peak;
+}
+
+/* x -> exp(scale (x - its largest)), and the sum of them. Behind `size`, up to whole LANES, x is overwritten. */
+static __attribute__((noinline)) float soften(float *x, int64_t size, float scale) {
+    float peak = largest_of(x, size), lanes[LANES] = {0}, sum = 0.0f;
+    int64_t whole = (int64_t)padded(size, LANES), i = 0;
+    for (i = 0; i < whole; i++) x[i] = exponential((x[i] - peak) * scale);
+    for (i = 0; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] += x[i + lane];
+    for (; i < size; i++) sum += x[i];
+    for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
+    return sum;
+}
+
+/* Scores, weights of them, and the values by these, for all of them. */
+static void seek(const Sought *sought, Seekers *seekers) {
+    float scale = 1.0f / __builtin_sqrtf((float)sought->dim), sums[TILE];
+    int64_t least = seekers->lengths[0], most = seekers->lengths[seekers->count - 1]; /* rows are in order */
+    score_all(sought, seekers, most);
+    for (int one = 0; one < seekers->count; one++) {
+        sums[one] = soften(seekers->scores[one], seekers->lengths[one], scale);
+        memset(seekers->outs[one], 0, 4 * (size_t)sought->dim);
+    }
+    mix_all(sought, seekers, least);
+    for (int one = 0; one < seekers->count; one++) {
+        if (seekers->lengths[one] > least) mix_rest(sought, seekers, one, least);
+        for (int i = 0; i < sought->dim; i++) seekers->outs[one][i] /= sums[one];
+    }
+    seekers->count = 0;
+}
+
+/* Attention of `count` rows from `first` on, whose keys and values are in the cache: qkv [count, stride] -> out. */
+static void attend(
+    const Decoder *d, const Step *s, const void *cache, int64_t first, int64_t count, const float *qkv, size_t stride,
+    const Plan *p) {
+    int group = d->heads / d->kv_heads;
+    size_t dim = d->head_dim, places = padded(s->longest + 2 * LANES, LANES);
+    for (int64_t row = 0, next; row < count; row = next) {
+        for (next = row + 1; next < count && s->starts[first + next] == s->starts[first + row];) next++;
+        for (int key_head = 0; key_head < d->kv_heads; key_head++) {
+            Sought sought = {
+                .cache = cache,
+                .blocks = s->blocks + s->starts[first + row],
+                .block_values = block_values(d),
+                .keys = (size_t)key_head * dim * d->block_size,
+                .values = (size_t)(d->kv_heads + key_head) * dim * d->block_size,
+                .size = d->block_size,
+                .dim = d->head_dim,
+                .narrow = d->narrow_cache,
+            };
+            Seekers seekers = {.count = 0};
+            for (int64_t of = row; of < next; of++)
+                for (int head = key_head * group; head < (key_head + 1) * group; head++) {
+                    int at = seekers.count++;
+                    seekers.queries[at] = qkv + of * stride + head * dim;
+                    seekers.outs[at] = p->attended_at + of * p->attended + head * dim;
+                    seekers.scores[at] = p->scores + at * places;
+                    seekers.lengths[at] = s->lengths[first + of];
+                    if (seekers.count == TILE) seek(&sought, &seekers);
+                }
+            if (seekers.count) seek(&sought, &seekers);
+        }
+    }
+}
+
+/* Rows of x [count, from_stride] normalised; what lies behind a row is made finite, as products want it. */
+static void normalise(
+    const Decoder *d, const float *x, size_t x_stride, const float *weight, float *y, size_t y_stride, int64_t count) {
+    for (int64_t row = 0; row < count; row++) {
+        rms_norm(x + row * x_stride, weight, d->eps * d->hidden, y + row * y_stride, d->hidden);
+        for (size_t i = d->hidden; i < y_stride; i++) y[row * y_stride + i] = 0.0f;
+    }
+}
+
+static __attribute__((noinline)) void add_scaled(const float *x, float scale, float *y, int size) {
+    for (int i = 0; i < size; i++) y[i] += scale * x[i];
+}
+
+/* down(silu(gate(x)) * up(x)) of `count` rows, at most CHUNK -> or, where `add`, added to, y. */
+static void gated(
+    const Gated *mlp, const float *x, size_t x_stride, float *inner, size_t inner_stride, float *y, size_t y_stride,
+    int count, int add) {
+    multiply(&mlp->into, x, x_stride, inner, inner_stride, count, 0);
+    for (int row = 0; row < count; row++) gate(inner + row * inner_stride, mlp->into.outputs / 2);
+    multiply(&mlp->back, inner, inner_stride, y, y_stride, count, add);
+}
+
+/* The `top_k` likeliest experts by their logits, the first of equal ones first, and the weight of each. Overwrites x. */
+static __attribute__((noinline)) void choose(const Layer *layer, float *x, int32_t *chosen, float *shares) {
+    int size = layer->num_experts, count = 0;
+    float sum = soften(x, size, 1.0f), kept_sum = 0.0f;
+    for (int i = 0; i < size; i++) {
+        float share = x[i] / sum;
+        if (!(share >= 0.0f)) share = 0.0f; /* of a row that is not finite: some experts, whichever */
+        if (count == layer->top_k && !(share > shares[count - 1])) continue;
+        int at = count < layer->top_k ? count++ : count - 1;
+        for (; at > 0 && shares[at - 1] < share; at--) shares[at] = shares[at - 1], chosen[at] = chosen[at - 1];
+        shares[at] = share, chosen[at] = i;
+    }
+    for (int rank = 0; rank < count; rank++) kept_sum += shares[rank];
+    if (layer->norm_top_k)
+        for (int rank = 0; rank < count; rank++) shares[rank] /= kept_sum;
+}
+
+/* Adds to each row its experts by their weights, one expert after the other, each for all rows that chose it. */
+static void add_experts(const Decoder *d, const Step *s, const Layer *layer, const Plan *p) {
+    int32_t *ends = p->order + s->rows * layer->top_k;
+    int64_t pairs = s->rows * layer->top_k;
+    for (int64_t first = 0; first < s->rows; first += CHUNK) {
+        int count = s->rows - first < CHUNK ? (int)(s->rows - first) : CHUNK;
+        multiply(&layer->router, p->normed + first * p->hidden, p->hidden, p->logits_at, p->logits, count, 0);
+        for (int row = 0; row < count; row++) {
+            size_t at = (first + row) * layer->top_k;
+            choose(layer, p->logits_at + row * p->logits, p->chosen + at, p->shares + at);
+        }
+    }
+    /* Pairs of a row and an expert, sorted by expert, rows in order. */
+    for (int expert = 0; expert <= layer->num_experts; expert++) ends[expert] = 0;
+    for (int64_t pair = 0; pair < pairs; pair++) ends[p->chosen[pair] + 1]++;
+    for (int expert = 0; expert < layer->num_experts; expert++) ends[expert + 1] += ends[expert];
+    for (int64_t pair = 0; pair < pairs; pair++) p->order[ends[p->chosen[pair]]++] = (int32_t)pair;
+    for (int64_t first = 0, next; first < pairs; first = next) {
+        int32_t expert = p->chosen[p->order[first]];
+        next = ends[expert] - first < CHUNK ? ends[expert] : first + CHUNK;
+        float *gathered = p->attended_at;
+        for (int64_t at = first; at < next; at++)
+            memcpy(
+                gathered + (at - first) * p->hidden, p->normed + p->order[at] / layer->top_k * p->hidden, 4 * p->hidden);
+        gated(
+            layer->experts + expert, gathered, p->hidden, p->wide_at, p->wide, p->mixed, p->hidden, (int)(next - first),
+            0);
+        for (int64_t at = first; at < next; at++) {
+            int32_t pair = p->order[at];
+            float *x = s->x + pair / layer->top_k * s->stride;
+            add_scaled(p->mixed + (at - first) * p->hidden, p->shares[pair], x, d->hidden);
+        }
+    }
+}
+
+static void run_layer(const Decoder *d, const Step *s, const Layer *layer, void *cache, const Plan *p) {
+    for (int64_t first = 0; first < s->rows; first += CHUNK) {
+        int count = s->rows - first < CHUNK ? (int)(s->rows - first) : CHUNK;
+        float *x = s->x + first * s->stride;
+        normalise(d, x, s->stride, layer->input_norm, p->mixed, p->hidden, count);
+        multiply(&layer->qkv, p->mixed, p->hidden, p->wide_at, p->wide, count, 0);
+        for (int row = 0; row < count; row++) enter(d, s, layer->qk_norm, first + row, cache, p->wide_at + row * p->wide);
+        attend(d, s, cache, first, count, p->wide_at, p->wide, p);
+        multiply(&layer->out, p->attended_at, p->attended, x, s->stride, count, 1);
+        normalise(d, x, s->stride, layer->post_norm, p->normed + first * p->hidden, p->hidden, count);
+    }
+    if (layer->experts) add_experts(d, s, layer, p);
+    for (int64_t first = 0; first < s->rows && layer->mlp.into.outputs; first += CHUNK) {
+        int count = s->rows - first < CHUNK ? (int)(s->rows - first) : CHUNK;
+        const float *normed = p->normed + first * p->hidden;
+        float *x = s->x + first * s->stride;
+        if (!layer->experts) {
+            gated(&layer->mlp, normed, p->hidden, p->wide_at, p->wide, x, s->stride, count, 1);
+            continue;
+        }
+        multiply(&layer->shared_gate, normed, p->hidden, p->logits_at, p->logits, count, 0);
+        gated(&layer->mlp, normed, p->hidden, p->wide_at, p->wide, p->mixed, p->hidden, count, 0);
+        for (int row = 0; row < count; row++) {
+            float share = 1.0f / (1.0f + exponential(-p->logits_at[row * p->logits]));
+            add_scaled(p->mixed + row * p->hidden, share, x + row * s->stride, d->hidden);
+        }
+    }
+}
+
+/* Layers `first` to `end` of the decoder, in the memory of x. */
+void run_layers(const Decoder *d, const Step *s, int32_t first, int32_t end) {
+    Plan p = plan(d, s->scratch, s->rows, s->longest);
+    for (int at = first; at < end; at++) run_layer(d, s, d->layers + at, s->caches[at], &p);
+}
+
+/* The rows of x normalised, [rows, hidden]. */
+void norm_rows(const Decoder *d, const Step *s, const float *weight, float *y) {
+    for (int64_t row = 0; row < s->rows; row++)
+        rms_norm(s->x + row * s->stride, weight, d->eps * d->hidden, y + row * d->hidden, d->hidden);
+}
