@@ -23,9 +23,9 @@ typedef struct {
     int32_t outputs, inputs, taps, dilation;
 } Convolution;
 
-/* x + sin(x * frequency)^2 * magnitude, each [channels]. */
+/* x + sin(x * pi * half_turns)^2 * magnitude, each [channels]. */
 typedef struct {
-    const float *frequency, *magnitude;
+    const float *half_turns, *magnitude;
 } Snake;
 
 /* For who lays out weights. */
@@ -80,24 +80,21 @@ static void convolve(
     }
 }
 
-/* One channel. The square of a sine repeats after half a turn and has no sign, so its argument is brought to
-   [-pi / 2, pi / 2], by pi in three parts as in Cephes; a polynomial of degree 9 gives the sine to within 1e-8 there. An
-   argument of more than 2^22 half turns, whose sine no float tells, gives something in [0, 1]; one that is infinite, NaN. */
+/* One channel. The square of a sine repeats after half a turn and has no sign: of the argument in half turns there remains
+   what it is from a whole number, for whose sine a polynomial is within 1e-8. An argument of more than 2^22 half turns, whose
+   sine no float tells, gives something in [0, 1]; one that is infinite, NaN. */
 static __attribute__((noinline)) void snake(
-    const float *x, float frequency, float magnitude, float *y, int columns) {
+    const float *x, float half_turns, float magnitude, float *y, int columns) {
     const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    const Floats one = 1.0f - (Floats){0};
     for (int at = 0; at < columns; at += LANES) {
-        Floats value = load(x + at), angle = value * frequency;
-        Floats turns = (angle * 0.318309886f + shift) - shift;
-        Floats rest = angle - turns * 3.140625f;
-        rest = rest - turns * 9.67502593994140625e-4f;
-        rest = rest - turns * 1.509957990978376432e-7f;
-        Floats square = rest * rest, sum = square * 2.6057806e-6f - 1.98096029e-4f;
-        sum = sum * square + 8.33306625e-3f;
-        sum = sum * square - 0.166666596f;
-        Floats sine = rest * square * sum + rest, wave = sine * sine;
-        Words over = (Words)(wave > 1.0f - (Floats){0}), one = (Words)(1.0f - (Floats){0});
-        wave = (Floats)((over & one) | (~over & (Words)wave));
+        Floats value = load(x + at), whole = (value * half_turns + shift) - shift, rest = value * half_turns - whole;
+        Floats square = rest * rest, sum = square * 0.0776759726f - 0.598308094f;
+        sum = sum * square + 2.55008231f;
+        sum = sum * square - 5.16771057f;
+        Floats sine = (sum * square + 3.14159265f) * rest, wave = sine * sine;
+        Words over = (Words)(wave > one);
+        wave = (Floats)((over & (Words)one) | (~over & (Words)wave));
         *(Floats *)(y + at) = wave * magnitude + value;
     }
 }

@@ -46,7 +46,7 @@ class _Upsample(ctypes.Structure):
 
 
 class _Snake(ctypes.Structure):
-    _fields_ = (("frequency", ctypes.c_void_p), ("magnitude", ctypes.c_void_p))
+    _fields_ = (("half_turns", ctypes.c_void_p), ("magnitude", ctypes.c_void_p))
 
 
 class _Unit(ctypes.Structure):
@@ -201,7 +201,8 @@ class CompiledVocoder(StreamingLayer):
     def _snake(self, snake: SnakeBeta) -> _Snake:
         snake.prepare()
         return _Snake(
-            frequency=self._blocks.floats(snake.frequency), magnitude=self._blocks.floats(snake.inverse_magnitude)
+            half_turns=self._blocks.floats(snake.frequency / math.pi),
+            magnitude=self._blocks.floats(snake.inverse_magnitude),
         )
 
 
