@@ -59,9 +59,9 @@ class Side:
     def decode(self, codes: Tensor, *, first: bool) -> Tensor:
         started = time.thread_time()
         if self.together:
-            samples = self.model(codes, self.state, self.slots, first=first)
+            samples: Tensor = self.model(codes, self.state, self.slots, first=first)
         else:  # as a stage does that has `batch_invariant`
-            pairs = zip(codes.split(1), self.slots.split(1), strict=True)
+            pairs = zip(torch.split(codes, 1), torch.split(self.slots, 1), strict=True)
             samples = torch.cat([self.model(one, self.state, slot, first=first) for one, slot in pairs])
         self.times.append(1000 * (time.thread_time() - started) / (codes.shape[0] * codes.shape[2]))
         return samples

@@ -18,7 +18,7 @@ WORDS = list(range(40, 75))
 
 @pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
 def bench(nano: Path, request: pytest.FixtureRequest) -> Bench:
-    return Bench(nano, talker={"enforce_eager": request.param})
+    return Bench(nano, talker={"enforce_eager": request.param}, code2wav={"enforce_eager": request.param})
 
 
 def hf_speech(hf: Any, prompt: list[int], *, tokens: int, frames: int, speaker: str) -> tuple[list[int], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Weights laid out in memory as `rows.h` and `columns.h` read them, and everything else that structs of compiled code point at."""
+"""Weights laid out in memory as `rows.h` and `columns.h` read them, and all else that their structs point at."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class StreamChunk:
         return histories.index_select(0, self.slots)
 
     def storage(self, layer: StreamingLayer) -> tuple[Tensor, Tensor]:
-        """Histories [slots, *history_shape] and numbers of frames [slots] of all streams, for who keeps both himself."""
+        """Histories [slots, *history_shape] and numbers of frames [slots] of all streams, which the layer keeps."""
         return self._histories[layer], self._num_frames
 
     def keep(self, layer: StreamingLayer, history: Tensor) -> None:

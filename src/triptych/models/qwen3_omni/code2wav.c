@@ -125,7 +125,7 @@ static Scratch parts(Sizes size, float *memory) {
 /* --- rows ------------------------------------------------------------------------------------------------------------ */
 
 /* The mean embedding of one frame, whose codes are `stride` apart. */
-static __attribute__((noinline)) void embed(const Vocoder *v, const int64_t *codes, size_t stride, float *x) {
+static __attribute__((noinline)) void embed(const Vocoder *v, const int32_t *codes, size_t stride, float *x) {
     for (int i = 0; i < v->hidden; i++) x[i] = 0.0f;
     for (int book = 0; book < v->quantizers; book++) {
         size_t code = (size_t)book * v->codebook_size + (size_t)codes[book * stride];
@@ -327,7 +327,7 @@ static float *upsample_rows(
 /* codes [quantizers, `stride` apart] of `frames` frames -> rows of the decoder's width in `s.wide`, without their bias.
    Returns what lies in the history behind what this takes of it. */
 static float *run_rows(
-    const Vocoder *v, Scratch s, const int64_t *codes, size_t stride, int frames, int64_t position, int first,
+    const Vocoder *v, Scratch s, const int32_t *codes, size_t stride, int frames, int64_t position, int first,
     float *history) {
     int hidden = v->hidden, half = v->head_dim / 2, rows = frames;
     size_t keys = 2 * (size_t)v->kv_heads * v->head_dim * v->memory;
@@ -450,7 +450,7 @@ static int run_columns(
    [num_slots, history] and `num_frames` [num_slots] are read, unless `first`, and brought up to date. Returns 0 and does
    nothing where a code or a slot is out of its range. */
 int32_t decode(
-    const Vocoder *v, int32_t streams, int32_t frames, int32_t first, const int64_t *codes, const int64_t *slots,
+    const Vocoder *v, int32_t streams, int32_t frames, int32_t first, const int32_t *codes, const int64_t *slots,
     int64_t num_slots, float *histories, int64_t *num_frames, float *scratch, float *samples) {
     size_t count = (size_t)v->quantizers * frames;
     for (int stream = 0; stream < streams; stream++)

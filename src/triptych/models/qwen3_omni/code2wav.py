@@ -116,7 +116,7 @@ class Code2Wav(nn.Module):
                 raise ValueError("a streaming call needs the slot of each row")
             chunk = state.chunk(slots, first=first)
         if self.compiled is not None:
-            return self.compiled(codes, chunk, self.num_samples(codes.shape[-1], first=first))
+            return self.compiled.decode(codes, chunk, self.num_samples(codes.shape[-1], first=first))
         x = F.embedding(codes + self.code_offset, self.code_embedding).mean(1)
         geometry = window_geometry(x, self.inverse_frequencies, self.config.sliding_window, chunk)
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""What Code2Wav is made of, as `Qwen3OmniMoeCode2Wav` in transformers. What mixes time lives in `triptych.streaming`."""
+"""What Code2Wav is made of, as transformers' `Qwen3OmniMoeCode2Wav`. What mixes time is in `triptych.streaming`."""
 
 from __future__ import annotations
 

@@ -94,9 +94,13 @@ class CompiledVocoder(StreamingLayer):
         layers = [layer for layer in model.modules() if isinstance(layer, StreamingLayer)]
         self.history_shape = (sum(math.prod(layer.history_shape) for layer in layers),)
         self._vocoder = _Vocoder(
-            layers=blocks.array(_Layer, [self._layer(layer) for layer in model.layers]),
-            upsamples=blocks.array(_Upsample, [self._upsample(upsample) for upsample in model.upsample]),
-            blocks=blocks.array(_Block, [self._block(block) for block in model.blocks]),
+            layers=blocks.array(
+                _Layer, [self._layer(each) for each in model.layers if isinstance(each, TransformerLayer)]
+            ),
+            upsamples=blocks.array(
+                _Upsample, [self._upsample(each) for each in model.upsample if isinstance(each, UpsampleBlock)]
+            ),
+            blocks=blocks.array(_Block, [self._block(each) for each in model.blocks if isinstance(each, DecoderBlock)]),
             conv_in=blocks.product(model.conv_in.weight.transpose(1, 2).flatten(1)),
             snake_out=self._snake(model.snake_out),
             conv_out=blocks.convolution(model.conv_out.weight, model.conv_out.bias),
@@ -123,7 +127,7 @@ class CompiledVocoder(StreamingLayer):
         library.scratch_floats.restype = ctypes.c_int64
         self._scratch = torch.zeros(library.scratch_floats(ctypes.byref(self._vocoder)))
 
-    def forward(self, codes: Tensor, chunk: StreamChunk | None, num_samples: int) -> Tensor:
+    def decode(self, codes: Tensor, chunk: StreamChunk | None, num_samples: int) -> Tensor:
         """codes [B, num_quantizers, T] -> float32 samples [B, num_samples], as of `Code2Wav.forward`.
 
         Raises IndexError where a code or a slot is out of its range.
@@ -134,7 +138,7 @@ class CompiledVocoder(StreamingLayer):
             chunk = state.chunk(torch.arange(streams), first=True)
         histories, num_frames = chunk.storage(self)
         samples = torch.empty(streams, num_samples)
-        inputs = (codes.to(torch.int64).contiguous(), chunk.slots.contiguous())
+        inputs = (codes.to(torch.int32).contiguous(), chunk.slots.contiguous())
         done = self._decode(
             ctypes.byref(self._vocoder),
             streams,
@@ -185,7 +189,9 @@ class CompiledVocoder(StreamingLayer):
         return _Block(
             snake=self._snake(block.snake),
             upsample=self._blocks.convolution(_phases(conv), conv.bias.repeat(conv.stride)),
-            units=self._blocks.array(_Unit, [self._unit(unit) for unit in block.units]),
+            units=self._blocks.array(
+                _Unit, [self._unit(unit) for unit in block.units if isinstance(unit, ResidualUnit)]
+            ),
             rate=conv.stride,
         )
 
