@@ -98,7 +98,10 @@ class Reply:
 
 
 class Bench:
-    """The three stages of one checkpoint and the outbox they share. `stage` overrides go to every stage config."""
+    """The three stages of one checkpoint and the outbox they share.
+
+    `stage` overrides go to every stage config, `talker` and `code2wav` to theirs.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Bench:
         async_chunk: bool = True,
         window: int = 64,
         talker: dict[str, Any] | None = None,
+        code2wav: dict[str, Any] | None = None,
         **stage: Any,
     ) -> None:
         self.config: OmniConfig = load_config(model)
@@ -119,10 +123,9 @@ class Bench:
         )
         common = {"max_model_len": 1024, "devices": "cpu", "dtype": "float32", "kv_cache_bytes": 1 << 24, **stage}
         kinds: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
+        own: dict[StageKind, dict[str, Any] | None] = {"talker": talker, "code2wav": code2wav}
         configs = {
-            kind: StageConfig(
-                stage_id=index, stage=kind, process="one", **(common | (talker or {} if kind == "talker" else {}))
-            )
+            kind: StageConfig(stage_id=index, stage=kind, process="one", **(common | (own.get(kind) or {})))
             for index, kind in enumerate(kinds)
         }
         deploy = DeployConfig(

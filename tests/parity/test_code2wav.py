@@ -64,7 +64,7 @@ def reference(config: Code2WavConfig, seed: int = 0) -> Any:
     return model
 
 
-def ours(config: Code2WavConfig, hf: Any) -> Code2Wav:
+def ours(config: Code2WavConfig, hf: Any, *, eager: bool = True) -> Code2Wav:
     """Our vocoder with the weights of `hf`, placed as `placements` says, each exactly once."""
     with torch.device("meta"):
         model = Code2Wav(config)
@@ -79,18 +79,21 @@ def ours(config: Code2WavConfig, hf: Any) -> Code2Wav:
         filled[place.target] += tensor.numel()
     assert not missing
     assert filled == {name: target.numel() for name, target in targets.items()}
-    model.prepare()
+    model.prepare(eager=eager)
     return model
 
 
 Pair = tuple[Any, Code2Wav]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
+both_twins = pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def pair(request: pytest.FixtureRequest) -> Pair:
     with torch.inference_mode():
         hf = reference(CONFIG)
-        return hf, ours(CONFIG, hf)
+        return hf, ours(CONFIG, hf, eager=request.param)
 
 
 def new_state(model: Code2Wav, num_slots: int = 4) -> StreamState:
@@ -137,20 +140,22 @@ def test_the_reference_signal_is_loud_but_not_clipped(pair: Pair) -> None:
     assert float((wav.abs() == 1).float().mean()) < 0.01
 
 
-def test_samples_are_clamped_like_transformers() -> None:
+@both_twins
+def test_samples_are_clamped_like_transformers(eager: bool) -> None:
     hf = reference(CONFIG)
     hf.decoder[-1].conv.weight.mul_(50)
     codes = random_codes(CONFIG, 6)
-    actual = ours(CONFIG, hf)(codes)
+    actual = ours(CONFIG, hf, eager=eager)(codes)
     assert float(actual.abs().max()) == 1.0
     assert float((actual.abs() == 1).float().mean()) > 0.1
     assert worst(actual, hf(codes)[:, 0]) < 50 * TOLERANCE
 
 
 @pytest.mark.parametrize("config", [NARROW_WINDOW, OTHER_RATES], ids=["narrow window", "other rates, grouped heads"])
-def test_other_configs_equal_transformers_in_every_chunk_size(config: Code2WavConfig) -> None:
+@both_twins
+def test_other_configs_equal_transformers_in_every_chunk_size(config: Code2WavConfig, eager: bool) -> None:
     hf = reference(config)
-    model = ours(config, hf)
+    model = ours(config, hf, eager=eager)
     codes = random_codes(config, 12)
     expected = hf(codes)[:, 0]
     assert worst(model(codes), expected) < TOLERANCE
@@ -216,7 +221,7 @@ def test_a_slot_is_clean_for_its_next_stream(pair: Pair) -> None:
 
 
 def test_a_batch_of_streams_at_different_ages_equals_each_alone(pair: Pair) -> None:
-    """Within tolerance: products of another number of rows may round differently. The stage decodes one by one."""
+    """Within tolerance: eager products of another number of rows may round differently, and are decoded one by one."""
     hf, model = pair
     state = new_state(model)
     codes = random_codes(CONFIG, 100, batch=3)

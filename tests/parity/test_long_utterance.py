@@ -45,14 +45,14 @@ def whole(hf_nano: Any, codes: torch.Tensor) -> torch.Tensor:
     return wave
 
 
-@pytest.fixture(scope="module")
-def vocoder(nano: Path) -> Code2Wav:
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def vocoder(nano: Path, request: pytest.FixtureRequest) -> Code2Wav:
     config = load_config(nano).code2wav
     assert config is not None
     with torch.device("meta"):
         model = Code2Wav(config)
     load_weights(model, model.placements, nano, prefixes=model.prefixes, dtype=torch.float32)
-    model.prepare()
+    model.prepare(eager=request.param)
     return model
 
 

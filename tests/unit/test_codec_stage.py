@@ -179,13 +179,13 @@ def codes(frames: int, seed: int = 0) -> Array:
     return np.random.default_rng(seed).integers(0, CODEBOOK_SIZE, (frames, CODEBOOKS), dtype=np.int32)
 
 
-@pytest.fixture(scope="module")
-def model() -> Code2Wav:
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "compiled"])
+def model(request: pytest.FixtureRequest) -> Code2Wav:
     generator = torch.Generator().manual_seed(0)
     vocoder = Code2Wav(CONFIG)
     for parameter in vocoder.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    vocoder.prepare()
+    vocoder.prepare(eager=request.param)
     return vocoder
 
 

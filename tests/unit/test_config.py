@@ -232,7 +232,6 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
             "stages[2].num_replicas",
             "1, but thinker has 2 and shares process 'text' with code2wav",
         ),
-        (2, {"enforce_eager": False}, "stages[2].enforce_eager", "code2wav has no use for it, only thinker and talker"),
         (1, {"devices": "cpu,cpu"}, "stages[1].devices", "set num_replicas to 2, or list one device"),
         (1, {"devices": "tpu"}, "stages[1].devices", "'tpu' is not one of 'auto', 'cpu', 'cuda', 'cuda:N' or 'N'"),
         (1, {"devices": 1}, "stages[1].devices", "the platform is cpu"),
@@ -317,9 +316,9 @@ def test_devices_come_out_as_torch_names_them() -> None:
 
 
 def test_compiled_steps_are_for_the_cpu() -> None:
-    assert [stage.enforce_eager for stage in load("tiny_cpu").stages] == [False, False, True]
+    assert not any(stage.enforce_eager for stage in load("tiny_cpu").stages)
     assert all(stage.enforce_eager for stage in load("tiny_cpu", "cuda").stages)
-    for stage in (0, 1):
+    for stage in (0, 1, 2):
         with pytest.raises(ConfigError, match="compiled steps are for the CPU in this version") as caught:
             load("tiny_cpu", "cuda", stages={stage: {"enforce_eager": False}})
         assert caught.value.path == f"stages[{stage}].enforce_eager"

@@ -27,7 +27,6 @@ _USED_BY: dict[str, tuple[StageKind, ...]] = {
     "block_size": ("thinker", "talker"),
     "num_kv_blocks": ("thinker", "talker"),
     "kv_cache_bytes": ("thinker", "talker"),
-    "enforce_eager": ("thinker", "talker"),
     "encoder_budget": ("thinker",),
     "encoder_cache_bytes": ("thinker",),
     "frames_per_text_token": ("talker",),

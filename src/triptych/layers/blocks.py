@@ -1,4 +1,4 @@
-"""Weights laid out in memory as `rows.h` reads them, and everything else that structs of compiled code point at."""
+"""Weights laid out in memory as `rows.h` and `columns.h` read them, and all else that their structs point at."""
 
 from __future__ import annotations
 
@@ -21,10 +21,24 @@ class Product(ctypes.Structure):
     )
 
 
+class Convolution(ctypes.Structure):
+    """`Convolution` of `columns.h`."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("taps", ctypes.c_int32),
+        ("dilation", ctypes.c_int32),
+    )
+
+
 class Blocks:
     """Lays out what the functions of `library` read, and holds it for as long as they may be called."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         self._width = int(library.block_width())
         self._held: list[object] = []
 
@@ -42,6 +56,22 @@ class Blocks:
         blocks = blocks.view(-1, self._width, blocks.shape[1]).transpose(1, 2).contiguous()
         self._held.append(blocks)
         return Product(blocks=blocks.data_ptr(), outputs=outputs, inputs=inputs, narrow=narrow)
+
+    def convolution(self, weight: Tensor, bias: Tensor, dilation: int = 1) -> Convolution:
+        """A causal one: weight [outputs, inputs, taps], the newest tap last, bias [outputs]."""
+        outputs, inputs, taps = weight.shape
+        group = int(self._library.convolution_group())
+        whole = outputs // group * group
+        groups = weight[:whole].reshape(-1, group, inputs, taps).permute(0, 2, 3, 1)
+        weights = torch.cat((groups.flatten(), weight[whole:].flatten()))
+        return Convolution(
+            weights=self.floats(weights),
+            bias=self.floats(bias),
+            outputs=outputs,
+            inputs=inputs,
+            taps=taps,
+            dilation=dilation,
+        )
 
     def norm(self, weight: Tensor) -> int:
         """The address of a norm's weight [..., size] times the root of its size."""

@@ -22,7 +22,7 @@ from triptych.config.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_SHARED = Path(__file__).with_name("rows.h")
+_SHARED = Path(__file__).parent
 # The code orders its sums itself: nothing here lets the compiler reorder them.
 _FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _DEADLINE_S = 120
@@ -49,7 +49,7 @@ def _load(source: Path) -> ctypes.CDLL:
         folder.mkdir(parents=True, exist_ok=True)
         # Made beside and moved: another process may be at the same.
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            _run([*compiler, *_FLAGS, f"-I{_SHARED.parent}", "-o", f"{made}/{library.name}", str(source), "-lm"])
+            _run([*compiler, *_FLAGS, f"-I{_SHARED}", "-o", f"{made}/{library.name}", str(source), "-lm"])
             os.replace(f"{made}/{library.name}", library)
         logger.info("%s: compiled by %s in %.1f s", source.name, shlex.join(compiler), time.monotonic() - started)
     return ctypes.CDLL(str(library))
@@ -68,7 +68,8 @@ def _compiler() -> list[str]:
 def _key(compiler: list[str], source: Path) -> str:
     """All that decides what the library does; the compiler's macros tell its version and the processor's features."""
     macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    texts = (*_FLAGS, macros, _SHARED.read_text(), source.read_text())
+    headers = (header.read_text() for header in sorted(_SHARED.glob("*.h")))
+    texts = (*_FLAGS, macros, *headers, source.read_text())
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

@@ -87,6 +87,10 @@ class StreamChunk:
             return histories[self._single : self._single + 1]
         return histories.index_select(0, self.slots)
 
+    def storage(self, layer: StreamingLayer) -> tuple[Tensor, Tensor]:
+        """Histories [slots, *history_shape] and numbers of frames [slots] of all streams, which the layer keeps."""
+        return self._histories[layer], self._num_frames
+
     def keep(self, layer: StreamingLayer, history: Tensor) -> None:
         """Store [B, *history_shape] for the next chunk."""
         histories = self._histories[layer]
