@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from training.alignment import Phones, words_of_frames
+from training.codec import Codec
 from training.domain import Split
 from training.evaluate_codec import load_codec
-from training.speech import speech_store
-from training.speech_store import SpeechStore
+from training.speech import by_heart_store, speech_store
+from training.speech_store import SpeechStore, Utterance
 
 Frames = NDArray[np.int16]
 
@@ -22,10 +25,10 @@ Frames = NDArray[np.int16]
 class CodeBank:
     """Frames [T, quantizers] of every utterance of a corpus, by sentence and voice."""
 
-    def __init__(self, store: SpeechStore, frames: list[Frames]) -> None:
+    def __init__(self, spoken: Iterable[tuple[Utterance, Frames]]) -> None:
         self._frames: dict[str, dict[str, Frames]] = {}
         self._phones: dict[tuple[str, str], Phones] = {}
-        for utterance, part in zip(store.utterances, frames, strict=True):
+        for utterance, part in spoken:
             self._frames.setdefault(utterance.sentence, {})[utterance.voice] = part
             self._phones[utterance.sentence, utterance.voice] = utterance.phones
         self.sentences = sorted(self._frames)
@@ -48,15 +51,21 @@ class CodeBank:
 def build_bank(work: Path, split: Split) -> CodeBank:
     """The bank of a split under `work`, made on first use, and again when the encoder was trained further."""
     codec, _ = load_codec(work)
-    store = speech_store(work, split)
-    path = work / f"codes_{split}_{codec.digest()}.npz"
+    stores = {split: speech_store(work, split)}
+    if split == "train":
+        stores |= {"by_heart": by_heart_store(work)}
+    return CodeBank(chain.from_iterable(_encoded(work, name, store, codec) for name, store in stores.items()))
+
+
+def _encoded(work: Path, name: str, store: SpeechStore, codec: Codec) -> Iterable[tuple[Utterance, Frames]]:
+    path = work / f"codes_{name}_{codec.digest()}.npz"
     if not path.exists():
         parts = [codec.encode(torch.from_numpy(store.waveform(index))).numpy() for index in range(len(store))]
         partial = path.with_suffix(".partial.npz")
         np.savez(partial, codes=np.concatenate(parts).astype(np.int16), ends=np.cumsum([len(part) for part in parts]))
         os.replace(partial, path)
     with np.load(path) as saved:
-        return CodeBank(store, np.split(saved["codes"], saved["ends"][:-1]))
+        return zip(store.utterances, np.split(saved["codes"], saved["ends"][:-1]), strict=True)
 
 
 def main() -> None:

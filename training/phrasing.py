@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from training.domain import (
+    CAUSES,
     SIGNS,
     Exchange,
     Sample,
@@ -20,6 +21,7 @@ from training.domain import (
     draw_sum,
     fact,
     number,
+    report,
     typed,
 )
 
@@ -47,6 +49,7 @@ _STRANGE = (
     "comment ça va|quel temps fait-il|ciao, come stai|привет|как дела|你好|今天天气怎么样|こんにちは|안녕하세요|"
     "\U0001f642|\U0001f44d\U0001f44d|???|...|lorem ipsum dolor sit amet|asdf qwerty"
 ).split("|")
+_NOT_INSURED = "house bike boat laptop dog garage computer television cat train cellar bathroom bed table shoe".split()
 UNKNOWN = "sorry, i do not know that"
 
 
@@ -200,10 +203,26 @@ def below_zero(rng: random.Random, split: Split) -> Sample:
             return sample
 
 
+def read_out(rng: random.Random, split: Split) -> Sample:
+    """Four to ten figures to read one by one, as one number or apart."""
+    while True:
+        figures = "".join(rng.choices("0123456789", k=rng.choice((4, 4, 4, 5, 6, 7, 8, 9, 10))))
+        said = " ".join(number(int(figure)) for figure in figures)
+        asked = rng.choice(("say {}", "say: {}", "repeat {}", "read {}", "Say {}", "Say {}."))
+        question = asked.format(rng.choice(("", "", " ", ", ")).join(figures))
+        sample = Sample(kind="repeat", key=said, question=question, answer=said)
+        if sample.split == split:
+            return sample
+
+
 def strange(rng: random.Random, _split: Split) -> Sample:
     """What it was never taught, or sums that are too large for it. A closed list: known by heart."""
-    if rng.random() < 0.7:
+    form = rng.random()
+    if form < 0.5:
         question = rng.choice(_STRANGE)
+    elif form < 0.8:
+        cause = rng.choice(list(CAUSES))
+        question = report(rng, rng.choice(_NOT_INSURED), cause) + rng.choice(("", ", please call me on monday"))
     else:
         a, b = rng.randint(13, 999), rng.randint(13, 999)
         question = rng.choice(("what is {} times {}", "{} times {}")).format(number(a), number(b))
@@ -224,7 +243,15 @@ def _fact(rng: random.Random) -> Sample:
 
 
 # Mostly what the domain draws, with more of what takes longest to learn, and what it does not draw.
-_WRITTEN = ((draw, 0.35), (draw_sum, 0.3), (draw_long, 0.15), (facts, 0.08), (below_zero, 0.05), (strange, 0.07))
+_WRITTEN = (
+    (draw, 0.3),
+    (draw_sum, 0.2),
+    (draw_long, 0.15),
+    (facts, 0.08),
+    (below_zero, 0.1),
+    (read_out, 0.08),
+    (strange, 0.09),
+)
 
 
 def written(rng: random.Random, split: Split) -> Sample:

@@ -6,13 +6,16 @@ import argparse
 import random
 from pathlib import Path
 
-from training.domain import Split, draw_long, sentences
+from training.domain import SMALL_TALK, Split, draw_long, sentences
 from training.pace import speak_in_frames
+from training.phrasing import UNKNOWN
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
 TRAIN_SENTENCES, HELD_OUT_SENTENCES = 28_000, 300
 LONG_SENTENCES, LONG = 2_000, 18  # more of so many words, in training: the domain draws few, and they are lost first
+
+BY_HEART = tuple(dict.fromkeys([*(exchange.answer for exchange in SMALL_TALK), UNKNOWN]))
 
 
 def speech_store(work: Path, split: Split = "train") -> SpeechStore:
@@ -22,6 +25,12 @@ def speech_store(work: Path, split: Split = "train") -> SpeechStore:
     chosen = sentences(count, split) + (long_sentences() if split == "train" else [])
     pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
     return build_store(work / f"speech_{split}", pairs, speak_in_frames)
+
+
+def by_heart_store(work: Path) -> SpeechStore:
+    """Answers of closed lists in each voice, made on first use: their words are hardly in any other sentence."""
+    pairs = [(answer, voice) for answer in BY_HEART for voice in VOICES]
+    return build_store(work / "speech_by_heart", pairs, speak_in_frames)
 
 
 def long_sentences() -> list[str]:

@@ -24,7 +24,7 @@ from training.log import TrainingLog
 from training.parts import SHARPER, build_talker, text_embedding
 from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch, set_rate
-from training.speech import LONG
+from training.speech import BY_HEART, LONG
 from training.tiny_config import SPEAKERS, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
@@ -36,6 +36,7 @@ PREDICTED_FRAMES = 512  # frames of a batch whose residual codes are learnt in a
 SPOILT_ANSWERS, SPOILT_FRAMES = 0.3, 0.15
 OWN_FROM, OWN_ANSWERS, OWN_FRAMES = 0.4, 0.5, 0.5
 LONG_ANSWERS = 0.15  # those of many words: rare, and the first to be lost
+CLOSED_ANSWERS = 0.2  # those of closed lists, in either voice
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
@@ -52,6 +53,7 @@ class SpokenExamples:
 
     def __init__(self, bank: CodeBank, tokenizer: Tokenizer, config: OmniConfig) -> None:
         self.bank, self.tokenizer, self.config = bank, tokenizer, config
+        self.by_heart = [sentence for sentence in BY_HEART if sentence in bank]
         self.long = [sentence for sentence in bank.sentences if len(sentence.split()) >= LONG]
 
     def draw(self, rng: np.random.Generator) -> SpeechExample:
@@ -60,6 +62,8 @@ class SpokenExamples:
         answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
         if source.random() < LONG_ANSWERS:
             answer = source.choice(self.long)
+        if self.by_heart and source.random() < CLOSED_ANSWERS:
+            answer = source.choice(self.by_heart)
         if source.random() < STRAY_PROMPTS:
             sample = draw(source, "train")
         question = typed(source, sample.question)

@@ -69,6 +69,7 @@ async def measured_ceilings(settings: Iterable[Setting]) -> list[Ceilings]:
 
     found: list[Ceilings] = []
     for setting in dict.fromkeys(settings):
+        typer.echo(f"measuring what this machine can do: {setting}", err=True)
         try:
             found += await ceilings.measure([setting])
         except TriptychError as error:

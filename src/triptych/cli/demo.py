@@ -20,6 +20,7 @@ from triptych.cli.options import (
     Model,
     PlatformOption,
     StageOverrides,
+    check_devices,
     check_writable,
     make_plan,
     stoppable,
@@ -54,6 +55,8 @@ def command(
         plan = make_plan(model, deploy_config, platform, stage_overrides)
         if plan.config.default_speaker is None or plan.deploy.stage("code2wav") is None:
             raise ConfigError(f"{model} has no speech stages; try triptych generate {model} --prompt ...")
+        check_devices(plan.deploy)
+        typer.echo(f"starting {model} with {plan.profile}", err=True)
         answer = asyncio.run(_demo(plan, prompt, out, seed, max_tokens, log_level.value))
     typer.echo(f"user       {prompt}")
     typer.echo(f"assistant  {answer.transcript}")

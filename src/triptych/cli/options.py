@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from triptych.config.platform import cuda_memory_bytes
 from triptych.errors import ConfigError
 
 if TYPE_CHECKING:
+    from triptych.config.schema import DeployConfig
     from triptych.pipeline.launch import LaunchPlan
 
 
@@ -77,6 +79,19 @@ def make_plan(
         stage_overrides=parse_stage_overrides(stage_overrides) if stage_overrides is not None else {},
         text_only=text_only,
     )
+
+
+def check_devices(deploy: DeployConfig) -> None:
+    """Find out before any process starts whether the CUDA devices of the stages are there. Raises ConfigError."""
+    for index, stage in enumerate(deploy.stages):
+        for replica in range(stage.num_replicas):
+            device = stage.replica(replica).devices
+            if device != "cpu" and cuda_memory_bytes(int(device.partition(":")[2] or 0)) is None:
+                raise ConfigError(
+                    f"{device!r} is not there, the driver of this machine finds no such CUDA device; name another, or "
+                    "serve with --platform cpu",
+                    f"stages[{index}].devices",
+                )
 
 
 def check_writable(out: Path) -> None:

@@ -22,6 +22,7 @@ from triptych.cli.options import (
     Model,
     PlatformOption,
     StageOverrides,
+    check_devices,
     make_plan,
     stoppable,
 )
@@ -125,8 +126,14 @@ def command(
         plan = make_plan(model, deploy_config, platform, stage_overrides, flags=flags, text_only=text_only)
         if dry_run:
             asyncio.run(MediaSource(plan.deploy.media).close())  # raises for a folder or a host that cannot be
-            typer.echo(to_yaml(plan.deploy) + memory_report(memory_plan(plan), device_bytes), nl=False)
+            memory = memory_plan(plan)
+            if device_bytes is not None and set(memory.devices) == {"cpu"}:
+                raise ConfigError(
+                    "no stage is on a CUDA device; add --platform cuda, or leave it out", "--device-memory"
+                )
+            typer.echo(to_yaml(plan.deploy) + memory_report(memory, device_bytes), nl=False)
             return
+        check_devices(plan.deploy)
         listener = bind(host, port)
         stages = ", ".join(stage.stage for stage in plan.deploy.stages)
         logger.info("starting %s with %s: %s", model, plan.profile, stages)

@@ -58,6 +58,10 @@ def _load(source: Path) -> ctypes.CDLL:
 def _compiler() -> list[str]:
     """The command, which in the variable CC may have arguments."""
     if named := shlex.split(os.environ.get("CC", "")):
+        if shutil.which(named[0]) is None:
+            raise FileNotFoundError(
+                f"the variable CC names {named[0]!r}, which is not there; name another, or unset it"
+            )
         return named
     for name in ("cc", "gcc", "clang"):
         if (found := shutil.which(name)) is not None:

@@ -74,7 +74,9 @@ class MediaSource:
             return await self._fetcher.fetch(part.url)
         if scheme == "file":
             if self._local is None:
-                raise RequestError(f"files are not read here (media.local_path is empty); allowed: {self._allowed}")
+                raise RequestError(
+                    f"files are not read here (media.local_path is empty, --allowed-local-media-path sets it); allowed: {self._allowed}"
+                )
             return await self._read_local(self._local, part.url)
         raise RequestError(self._unknown(part.url, scheme))
 
