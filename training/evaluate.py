@@ -27,7 +27,7 @@ from training.pictures import Picture
 from training.pitch import voice_of
 from training.recogniser import transcribe
 from training.scoring import errors, fold, word_error_rate
-from training.teacher import FRAME, SAMPLE_RATE, Waveform, speak
+from training.teacher import FRAME, Waveform, speak, write_waveform
 from training.tiny_config import SPEAKERS
 from triptych.bench.server import served
 
@@ -57,13 +57,7 @@ class Asked:
 def wav_part(waveform: Waveform) -> dict[str, Any]:
     """Speech at 24 kHz as a content part."""
     file = io.BytesIO()
-    with av.open(file, "w", format="wav") as container:
-        stream = container.add_stream("pcm_s16le", rate=SAMPLE_RATE, layout="mono")
-        samples16 = (np.clip(waveform, -1, 1) * 32767).astype(np.int16)[None]
-        frame = av.AudioFrame.from_ndarray(samples16, format="s16", layout="mono")
-        frame.sample_rate = SAMPLE_RATE
-        container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
+    write_waveform(file, waveform)
     data = base64.b64encode(file.getvalue()).decode()
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 

@@ -70,7 +70,7 @@ def _stretch(samples: Waveform, source: list[float], target: list[int]) -> Wavef
     whole = target[-1] * FRAME
     with tempfile.TemporaryDirectory() as folder:
         spoken, paced, points = (Path(folder) / name for name in ("spoken.wav", "paced.wav", "points"))
-        write_waveform(spoken, samples)
+        write_waveform(str(spoken), samples)
         inner = zip(source[1:-1], target[1:-1], strict=True)
         points.write_text("".join(f"{round(second * SAMPLE_RATE)} {frame * FRAME}\n" for second, frame in inner))
         subprocess.run(

@@ -8,6 +8,7 @@ import tempfile
 import wave
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import soxr
@@ -69,9 +70,9 @@ def read_waveform(path: Path, rate: int) -> Waveform:
         return np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16).astype(np.float32) / 32768
 
 
-def write_waveform(path: Path, samples: Waveform) -> None:
-    """A mono 16-bit file at 24 kHz."""
-    with wave.open(str(path), "wb") as file:
+def write_waveform(target: str | BinaryIO, samples: Waveform) -> None:
+    """A mono 16-bit WAV file at 24 kHz, by its path or where `target` stands."""
+    with wave.open(target, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
         file.setframerate(SAMPLE_RATE)

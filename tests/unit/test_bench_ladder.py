@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from triptych.bench import ladder
 from triptych.bench.charts import CHARTS, check_charts, draw
 from triptych.bench.driver import Run
 from triptych.bench.grid import Grid
-from triptych.bench.ladder import STEPS, Rung, RungResult, Step, differences, every_stage, grid, markdown, rungs
+from triptych.bench.ladder import STEPS, Rung, RungResult, Step, differences, every, grid, markdown, rungs
 from triptych.bench.metrics import summarise
 from triptych.config.load import load_deploy
 from triptych.config.resolve import to_yaml
@@ -39,24 +40,45 @@ def seqs(rung: Rung) -> list[int]:
     return [stage["max_num_seqs"] for stage in rung.deploy["stages"]]
 
 
+def processes(rung: Rung) -> set[str]:
+    return {stage["process"] for stage in rung.deploy["stages"]}
+
+
 async def test_each_step_adds_one_thing_and_the_last_has_all(tmp_path: Path) -> None:
-    steps = await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
-    assert [rung.name for rung in steps] == ["no batching", "batching", "+ async chunk"]
-    assert [(seqs(rung), rung.deploy["async_chunk"]) for rung in steps] == [
-        ([1, 1, 1], False),
-        ([64, 64, 64], False),
-        ([64, 64, 64], True),
+    steps, left_out = await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
+    assert [rung.name for rung in steps] == [
+        "no batching",
+        "batching",
+        "+ compiled steps",
+        "+ processes",
+        "+ async chunk",
     ]
-    assert differences(steps[1].deploy, steps[2].deploy) == ["async_chunk: false"]
-    assert differences(steps[2].deploy, steps[2].deploy) == []
+    assert left_out == ["+ replicas"]
+    assert [seqs(rung) for rung in steps] == [[1, 1, 1], *[[64, 64, 64]] * 4]
+    assert [rung.deploy["stages"][1]["enforce_eager"] for rung in steps] == [True, True, False, False, False]
+    assert [processes(rung) for rung in steps] == [{"all"}] * 3 + [{"text", "speech"}] * 2
+    assert [rung.deploy["async_chunk"] for rung in steps] == [False] * 4 + [True]
+    assert differences(steps[3].deploy, steps[4].deploy) == ["async_chunk: false"]
+    assert differences(steps[4].deploy, steps[4].deploy) == []
     assert differences(steps[0].deploy, steps[1].deploy) == [f"stages[{n}].max_num_seqs: 1" for n in range(3)]
 
 
+async def test_replicas_are_a_step_where_there_are_some(tmp_path: Path) -> None:
+    given = tmp_path / "given.yaml"
+    given.write_text("base_config: tiny_cpu\nstages: [{stage_id: 1, num_replicas: 2, devices: 'cpu,cpu'}]\n")
+    steps, left_out = await rungs("nano", ["--deploy-config", str(given)], tmp_path)
+    assert not left_out
+    assert differences(steps[-2].deploy, steps[-1].deploy) == ["stages[1].devices: cpu", "stages[1].num_replicas: 1"]
+
+
 async def test_a_further_step_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talker = Step("+ larger first piece", off={"stages": {"talker": {"threads": 2}}, "max_queued_requests": 7})
-    monkeypatch.setattr(ladder, "STEPS", (*STEPS, talker))
-    *before, last = await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
-    assert [rung.deploy["stages"][1]["threads"] for rung in before] == [2, 2, 2]
+    def threads(stage: Mapping[str, Any]) -> dict[str, Any]:
+        return {"threads": 2} if stage["stage"] == "talker" else {}
+
+    more = Step("+ larger queue", off={"max_queued_requests": 7}, stages=threads)
+    monkeypatch.setattr(ladder, "STEPS", (*STEPS, more))
+    [*before, last], _ = await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
+    assert [rung.deploy["stages"][1]["threads"] for rung in before] == [2] * 5
     assert seqs(before[0]) == [1, 1, 1], "layers of both steps are there"
     assert (last.deploy["stages"][1]["threads"], last.deploy["max_queued_requests"]) == (1, 256)
 
@@ -64,13 +86,13 @@ async def test_a_further_step_is_one_entry(tmp_path: Path, monkeypatch: pytest.M
 async def test_a_step_is_switched_on_even_where_the_config_has_it_off(tmp_path: Path) -> None:
     given = tmp_path / "given.yaml"
     given.write_text("base_config: tiny_cpu\nasync_chunk: false\n")
-    *_, last = await rungs("nano", ["--deploy-config", str(given)], tmp_path)
+    [*_, last], _ = await rungs("nano", ["--deploy-config", str(given)], tmp_path)
     assert last.deploy["async_chunk"]
 
 
-async def test_a_step_that_changes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "STEPS", (*STEPS, Step("tiles", off={"stages": every_stage(batch_invariant=True)})))
-    with pytest.raises(ConfigError, match=r"the step 'tiles' changes nothing after '\+ async chunk'"):
+async def test_a_ladder_of_one_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "STEPS", (Step("first"), Step("tiles", stages=every(batch_invariant=True))))
+    with pytest.raises(ConfigError, match=r"none of tiles changes anything"):
         await rungs("nano", ["--deploy-config", "tiny_cpu"], tmp_path)
 
 

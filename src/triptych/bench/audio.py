@@ -52,7 +52,8 @@ class AudioReader:
         samples = np.frombuffer(data, self._dtype, whole // self._dtype.itemsize).astype(np.float64)
         if self._dtype.kind == "i":
             samples /= 32768
-        self._power += float(samples @ samples)
+        # Not `samples @ samples`: threads of NumPy's BLAS wait for more by spinning, on cores that the server needs.
+        self._power += float(np.square(samples).sum())
         self._samples += samples.size
         return whole / frame / self.sample_rate
 

@@ -5,9 +5,8 @@ A step is what it adds to a deploy config. `STEPS` is the whole list: a further 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,33 +18,48 @@ from triptych.bench.metrics import summarise
 from triptych.bench.report import watched
 from triptych.bench.server import START_S, resolved_config, served
 from triptych.bench.target import find_target
-from triptych.config.check import PIPELINE
 from triptych.errors import ConfigError, TriptychError
 
 COLUMNS = ("output tok/s", "audio-s/s", "req/s", "mean TTFP, ms", "mean RTF")
 LESS_IS_BETTER = ("mean TTFP, ms", "mean RTF")
 
 
-def every_stage(**keys: Any) -> dict[str, dict[str, Any]]:
-    return {stage: keys for stage in PIPELINE}
+StageKeys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+def every(**keys: Any) -> StageKeys:
+    """The same keys in every stage."""
+    return lambda stage: keys
+
+
+def unchanged(stage: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {}
+
+
+def one_replica(stage: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"num_replicas": 1, "devices": stage["devices"].partition(",")[0]}
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Keys of a deploy file: `on` from this step on, `off` at the steps before it; `stages` by kind of stage.
+    """Keys of a deploy file: `on` from this step on, `off` at the steps before it, as `stages` has for each stage.
 
-    What neither says is as in the deploy config that is measured.
+    What none of them says is as in the deploy config that is measured.
     """
 
     name: str
     on: Mapping[str, Any] = field(default_factory=dict)
     off: Mapping[str, Any] = field(default_factory=dict)
+    stages: StageKeys = unchanged
 
 
 STEPS = (
     Step("no batching"),
-    Step("batching", off={"stages": every_stage(max_num_seqs=1)}),
+    Step("batching", stages=every(max_num_seqs=1)),
+    Step("+ compiled steps", stages=every(enforce_eager=True)),
+    Step("+ processes", stages=every(process="all")),
     Step("+ async chunk", on={"async_chunk": True}, off={"async_chunk": False}),
+    Step("+ replicas", stages=one_replica),
 )
 
 
@@ -77,25 +91,30 @@ class RungResult:
         }
 
 
-async def rungs(model: str, arguments: Sequence[str], folder: Path) -> list[Rung]:
-    """Write a deploy file for each step into `folder`. `arguments` of `triptych serve` say what is measured.
+async def rungs(model: str, arguments: Sequence[str], folder: Path) -> tuple[list[Rung], list[str]]:
+    """The steps, with a deploy file for each in `folder`, and the names of those left out since they change nothing.
 
-    Raises ConfigError if the server refuses them, or if a step would change nothing.
+    `arguments` of `triptych serve` say what is measured. Raises ConfigError if the server refuses them, or if every
+    step is left out.
     """
     base = folder / "base.yaml"
     measured = await resolved_config(model, *arguments)
     base.write_text(yaml.safe_dump(measured), encoding="utf-8")
-    found = []
+    found: list[Rung] = []
+    left_out = []
     for number, step in enumerate(STEPS):
         file = _layers(base, number, measured)
-        found.append(Rung(step.name, file, await resolved_config(model, "--deploy-config", str(file))))
-    for below, above in pairwise(found):
-        if below.deploy == above.deploy:
-            raise ConfigError(
-                f"the step {above.name!r} changes nothing after {below.name!r}: this deploy config leaves no room for "
-                "it; measure one that does (docs/bench.md says what each step sets)"
-            )
-    return found
+        deploy = await resolved_config(model, "--deploy-config", str(file))
+        if found and deploy == found[-1].deploy:
+            left_out.append(step.name)
+        else:
+            found.append(Rung(step.name, file, deploy))
+    if len(found) < 2:
+        raise ConfigError(
+            f"none of {', '.join(left_out)} changes anything: this deploy config leaves no room for them; measure one "
+            "that does (docs/bench.md says what each step sets)"
+        )
+    return found, left_out
 
 
 def _layers(base: Path, number: int, measured: Mapping[str, Any]) -> Path:
@@ -103,14 +122,10 @@ def _layers(base: Path, number: int, measured: Mapping[str, Any]) -> Path:
     file = base
     for index, step in enumerate(STEPS):
         keys = dict(step.on if index <= number else step.off)
+        if index > number:
+            keys["stages"] = [{"stage_id": stage["stage_id"], **step.stages(stage)} for stage in measured["stages"]]
         if not keys:
             continue
-        by_kind = keys.pop("stages", {})
-        keys["stages"] = [
-            {"stage_id": stage["stage_id"], **by_kind[stage["stage"]]}
-            for stage in measured["stages"]
-            if stage["stage"] in by_kind
-        ]
         above = base.with_name(f"step{number}-{index}.yaml")
         above.write_text(yaml.safe_dump({"base_config": str(file), **keys}), encoding="utf-8")
         file = above

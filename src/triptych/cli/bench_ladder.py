@@ -84,7 +84,7 @@ def command(
     found: list[Ceilings] = []
     try:
         with stoppable():
-            asyncio.run(_climb(model, arguments, measurements, start_timeout, results))
+            left_out = asyncio.run(_climb(model, arguments, measurements, start_timeout, results))
             if record is not None or result_json is not None:
                 found = asyncio.run(measured_ceilings(ceilings.settings_of(results[-1].rung.deploy)))
     finally:  # what was measured before something went wrong is worth keeping
@@ -106,6 +106,8 @@ def command(
             f"and the speech of them out; {num_prompts} requests at each level, all answered.",
             f"{machine.sentence()} {ceilings.sentence(found)}",
         ]
+        if left_out:
+            about.append(f"Left out, since this deploy config has nothing for them to change: {', '.join(left_out)}.")
         report.write_text(record, ladder.markdown(results, levels, title=title, about=about))
     if charts is not None:
         draw(charts, {result.rung.name: result.summaries for result in results}, levels, title)
@@ -117,10 +119,15 @@ async def _climb(
     measurements: Sequence[Measurement],
     start_s: float,
     results: list[RungResult],
-) -> None:
+) -> list[str]:
+    """Fills `results`; returns the names of the steps that were left out."""
     from triptych.bench.ladder import climb, rungs
 
     with tempfile.TemporaryDirectory(prefix="triptych-ladder-") as folder:
-        for rung in await rungs(model, arguments, Path(folder)):
+        steps, left_out = await rungs(model, arguments, Path(folder))
+        for name in left_out:
+            typer.echo(f"step: {name} is left out, it changes nothing in this deploy config", err=True)
+        for rung in steps:
             typer.echo(f"step: {rung.name}", err=True)
             results.append(await climb(model, rung, measurements, start_s=start_s))
+    return left_out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 UNIT = 2.0**34  # weight of the most likely token; one less likely by more than this factor is never drawn
+_LEAST = -24.0  # exp of it is less than a unit
 GREEDY = 1e-5  # a temperature below this is greedy
 _FEW_ROWS = 4  # up to so many rows, selecting from each costs less than work over the whole vocabulary
 _FEW = 64  # whole vector registers, so that every row's weights come from vector code, here and there
@@ -70,7 +71,8 @@ def _draw_from_few(x: Tensor, uniforms: Tensor, temperature: float, top_k: int, 
 
 def token_weights(x: Tensor, peak: Tensor, temperature: float | Tensor) -> Tensor:
     """exp((x - peak) / temperature) in whole units, 2^34 at the peak; float32 holds them exactly."""
-    return (x - peak).div_(temperature).exp_().mul_(UNIT).floor_()
+    # Less than a unit is none, and vector code of exp leaves its fast path for what underflows, as -inf does.
+    return (x - peak).div_(temperature).clamp_(min=_LEAST).exp_().mul_(UNIT).floor_()
 
 
 def _at_least(weights: Tensor, cut: Tensor) -> Tensor:

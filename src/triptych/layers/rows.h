@@ -129,9 +129,15 @@ static __attribute__((noinline)) void rms_norm(const float *x, const float *weig
     for (i = 0; i < size; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* both [2, size] -> silu(first) * second, over the first. */
+/* both [2, size] -> silu(first) * second, over the first. Two loops: of one, GCC 12 makes code ten times as slow. */
 static __attribute__((noinline)) void gate(float *both, int size) {
-    for (int i = 0; i < size; i++) both[i] = both[i] / (1.0f + exponential(-both[i])) * both[size + i];
+    float powers[WIDTH];
+    for (int start = 0; start < size; start += WIDTH) {
+        float *first = both + start, *second = first + size;
+        int count = size - start < WIDTH ? size - start : WIDTH;
+        for (int i = 0; i < count; i++) powers[i] = exponential(-first[i]);
+        for (int i = 0; i < count; i++) first[i] = first[i] / (1.0f + powers[i]) * second[i];
+    }
 }
 
 #endif

@@ -101,6 +101,39 @@ static float largest(const float *x, int size) {
     return peak;
 }
 
+static int count_from(const float *weights, int size, float cut) {
+    Words found[PARTS] = {0};
+    int i = 0, count = 0;
+    for (; i + WIDTH <= size; i += WIDTH)
+        for (int part = 0; part < PARTS; part++) found[part] -= (Words)(load(weights + i + part * LANES) >= cut);
+    for (; i < size; i++) count += weights[i] >= cut;
+    for (int part = 0; part < PARTS; part++)
+        for (int lane = 0; lane < LANES; lane++) count += (int)found[part][lane];
+    return count;
+}
+
+/* A weight that `depth` of `size` are at or above, more where some are alike. By halving: the bits of floats that are not
+   negative are in their order. */
+static float top_cut(const float *weights, int size, int depth, float peak) {
+    uint32_t low = 0, high;
+    float cut = 0.0f;
+    memcpy(&high, &peak, 4);
+    for (high++; high - low > 1;) {
+        uint32_t middle = low + (high - low) / 2;
+        float tried;
+        memcpy(&tried, &middle, 4);
+        int count = count_from(weights, size, tried);
+        if (count < depth) {
+            high = middle;
+            continue;
+        }
+        low = middle;
+        cut = tried;
+        if (count == depth) break;
+    }
+    return cut;
+}
+
 static uint64_t sum_from(const float *weights, int size, float cut) {
     uint64_t sum = 0;
     for (int i = 0; i < size; i++) sum += weights[i] >= cut ? (uint64_t)weights[i] : 0;
@@ -109,28 +142,32 @@ static uint64_t sum_from(const float *weights, int size, float cut) {
 
 /* One id by `draw_top` of engine/draw.py at temperature 1: the same arithmetic, exact in the same way. Overwrites x. */
 static int draw(float *x, int size, int top_k, double top_p, double uniform) {
-    float peak = largest(x, size), cut = 0.0f;
-    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * 17179869184.0f);
-    int depth = top_k < size ? top_k : size, count = 0;
-    float ranked[depth], least = -1.0f;
-    for (int i = 0; i < size; i++) {
-        if (!(x[i] > least)) continue;
-        int at = count < depth ? count++ : depth - 1;
+    const float unit = 17179869184.0f;
+    float peak = largest(x, size), ranked[size];
+    int32_t ids[size];
+    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * unit);
+    float cut = top_k < size ? top_cut(x, size, top_k, unit) : 0.0f;
+    int count = 0;
+    for (int i = 0; i < size; i++) { /* what is kept moves to the front, by id */
+        if (!(x[i] >= cut)) continue;
+        ids[count] = i;
+        x[count++] = x[i];
+    }
+    for (int i = 0; i < count; i++) {
+        int at = i;
         for (; at > 0 && ranked[at - 1] < x[i]; at--) ranked[at] = ranked[at - 1];
         ranked[at] = x[i];
-        if (count == depth) least = ranked[depth - 1];
     }
-    if (count) cut = ranked[count - 1];
-    double mass = (double)sum_from(x, size, cut) * top_p, betters = 0.0;
+    double mass = (double)sum_from(x, count, cut) * top_p, betters = 0.0;
     for (int rank = 0; rank < count && betters < mass; rank++) {
         cut = ranked[rank];
         betters += ranked[rank];
     }
-    double target = ((double)sum_from(x, size, cut) - 1.0) * uniform;
+    double target = ((double)sum_from(x, count, cut) - 1.0) * uniform;
     uint64_t below = 0;
-    for (int i = 0; i < size; i++) {
+    for (int i = 0; i < count; i++) {
         if (x[i] >= cut) below += (uint64_t)x[i];
-        if ((double)below > target) return i;
+        if ((double)below > target) return ids[i];
     }
     return size - 1;
 }
