@@ -48,13 +48,14 @@ def replies(nano: Path, *, together: bool, **stage: Any) -> list[Reply]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_batched_chunked_and_again_equal_alone(nano: Path, dtype: str) -> None:
-    alone = replies(nano, together=False, dtype=dtype)
+def test_batched_chunked_and_again_equal_alone(nano: Path, dtype: str, eager: bool) -> None:
+    stage = {"dtype": dtype, "enforce_eager": eager}
+    alone = replies(nano, together=False, **stage)
     assert all(reply.done and reply.failure is None for reply in alone) and sum(reply.frames for reply in alone) > 20
     for others in (
-        replies(nano, together=False, dtype=dtype),
-        replies(nano, together=True, dtype=dtype),
-        replies(nano, together=True, dtype=dtype, max_num_batched_tokens=128),
+        replies(nano, together=False, **stage),
+        replies(nano, together=True, **stage),
+        replies(nano, together=True, max_num_batched_tokens=128, **stage),
     ):
         for ours, reference in zip(others, alone, strict=True):
             assert (ours.text, ours.frames) == (reference.text, reference.frames)

@@ -161,7 +161,7 @@ def test_a_step_that_widens_weights_needs_room_for_the_largest(nano: Path) -> No
     def workspace(platform: str, **keys: Any) -> int:
         return replica(planned(nano, platform=platform, overrides={"0": keys}), "thinker").footprint.workspace
 
-    small = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "dtype": "bfloat16", "enforce_eager": True}
+    small = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "dtype": "bfloat16"}
     assert workspace("cpu", **small, quantization="int8") == workspace("cpu", **small)  # multiplied as it lies
     assert workspace("cuda", **small, quantization="fp8") > workspace("cuda", **small)
 

@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triptych.layers.quantized_weight import QuantizedWeight
+
+_WIDE, _NARROW, _SCALED = range(3)  # `narrow` of a product
+
 
 class Product(ctypes.Structure):
     """`Product` of `rows.h`."""
 
     _fields_ = (
         ("blocks", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("outputs", ctypes.c_int32),
         ("inputs", ctypes.c_int32),
         ("narrow", ctypes.c_int32),
@@ -46,16 +51,21 @@ class Blocks:
         """`outputs` filled up to whole blocks: how long a row is that a product may write to."""
         return -(-outputs // self._width) * self._width
 
-    def product(self, weight: Tensor) -> Product:
-        """A weight [outputs, inputs]: in bfloat16 if that holds it exactly, else in float32."""
-        outputs, inputs = weight.shape
-        narrow = weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight.float())
-        # Of bfloat16, two neighbouring inputs go as one.
-        kept = weight.to(torch.bfloat16 if narrow else torch.float32)
-        blocks = F.pad(kept, (0, inputs % 2 if narrow else 0, 0, -outputs % self._width)).view(torch.int32)
-        blocks = blocks.view(-1, self._width, blocks.shape[1]).transpose(1, 2).contiguous()
+    def product(self, weight: Tensor | QuantizedWeight) -> Product:
+        """A weight [outputs, inputs]: in bfloat16 if that holds it exactly, else in float32; one in int8 as it is."""
+        scales: int | None = None
+        if isinstance(weight, QuantizedWeight):
+            kept, kind = weight.stored, _SCALED
+            scales = self.floats(F.pad(weight.scale.flatten(), (0, -kept.shape[0] % self._width)))
+        elif weight.dtype is torch.bfloat16 or torch.equal(weight.bfloat16().float(), weight.float()):
+            kept, kind = weight.bfloat16(), _NARROW
+        else:
+            kept, kind = weight.float(), _WIDE
+        outputs, inputs = kept.shape
+        words = F.pad(kept, (0, -inputs % (4 // kept.itemsize), 0, -outputs % self._width)).view(torch.int32)
+        blocks = words.view(-1, self._width, words.shape[1]).transpose(1, 2).contiguous()
         self._held.append(blocks)
-        return Product(blocks=blocks.data_ptr(), outputs=outputs, inputs=inputs, narrow=narrow)
+        return Product(blocks=blocks.data_ptr(), scales=scales, outputs=outputs, inputs=inputs, narrow=kind)
 
     def convolution(self, weight: Tensor, bias: Tensor, dilation: int = 1) -> Convolution:
         """A causal one: weight [outputs, inputs, taps], the newest tap last, bias [outputs]."""

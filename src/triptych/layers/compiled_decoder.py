@@ -15,7 +15,7 @@ from triptych.layers.compiled import compiled
 from triptych.layers.decoder import BetweenLayers, DecoderLayer
 from triptych.layers.linear import GatedMLP
 from triptych.layers.norm import RMSNorm
-from triptych.layers.product import give_up
+from triptych.layers.product import give_up, held_weight
 
 SOURCE = Path(__file__).with_name("decoder.c")
 DTYPES = (torch.float32, torch.bfloat16)  # of a stage, and so of its cache
@@ -81,7 +81,7 @@ class CompiledDecoder:
             kv_heads=attention.kv_heads,
             head_dim=attention.head_dim,
         )
-        self.itemsize = 2 if self._decoder.layers[0].qkv.narrow else 4
+        self.itemsize = (4, 2, 1)[self._decoder.layers[0].qkv.narrow]
 
     def __call__(
         self,
@@ -138,8 +138,8 @@ class CompiledDecoder:
             (attention.q_norm.expand(attention.heads, -1), attention.k_norm.expand(attention.kv_heads, -1))
         )
         laid_out = _Layer(
-            qkv=blocks.product(attention.qkv),
-            out=blocks.product(attention.out),
+            qkv=blocks.product(held_weight(attention, "qkv")),
+            out=blocks.product(held_weight(attention, "out")),
             input_norm=blocks.norm(layer.input_norm.weight),
             qk_norm=blocks.norm(heads),
             post_norm=blocks.norm(layer.post_norm.weight),
@@ -148,9 +148,13 @@ class CompiledDecoder:
             laid_out.mlp = self._gated(experts)
         else:
             laid_out.router = blocks.product(experts.router)
-            pairs = zip(experts.gate_up, experts.down, strict=True)
+            into, back = held_weight(experts, "gate_up"), held_weight(experts, "down")
             laid_out.experts = blocks.array(
-                _Gated, [_Gated(into=blocks.product(into), back=blocks.product(back)) for into, back in pairs]
+                _Gated,
+                [
+                    _Gated(into=blocks.product(into[expert]), back=blocks.product(back[expert]))
+                    for expert in range(experts.num_experts)
+                ],
             )
             laid_out.num_experts, laid_out.top_k = experts.num_experts, experts.top_k
             laid_out.norm_top_k = experts.norm_topk_prob
@@ -161,13 +165,17 @@ class CompiledDecoder:
         return laid_out
 
     def _gated(self, mlp: GatedMLP) -> _Gated:
-        return _Gated(into=self._blocks.product(mlp.gate_up), back=self._blocks.product(mlp.down))
+        into, back = held_weight(mlp, "gate_up"), held_weight(mlp, "down")
+        return _Gated(into=self._blocks.product(into), back=self._blocks.product(back))
 
 
 def _give_up_all(*modules: torch.nn.Module) -> None:
     for module in modules:
         for part in module.modules():
-            for name in [name for name, _ in part.named_parameters(recurse=False)]:
+            # Weights in eight bits are no parameters.
+            for name in {name for name, _ in part.named_parameters(recurse=False)} | {
+                *getattr(part, "projections", ())
+            }:
                 give_up(part, name)
 
 

@@ -320,6 +320,8 @@ static void attend(
             if (seekers.count) seek(&sought, &seekers);
         }
     }
+    for (int64_t row = 0; row < count; row++) /* finite, as products want it */
+        for (size_t i = d->heads * dim; i < p->attended; i++) p->attended_at[row * p->attended + i] = 0.0f;
 }
 
 /* Rows of x [count, from_stride] normalised; what lies behind a row is made finite, as products want it. */

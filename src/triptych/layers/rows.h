@@ -25,12 +25,17 @@
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
 
-/* A weight [outputs, inputs] as blocks of WIDTH outputs, the last one filled up with zeros. In a block of float32 the
-   WIDTH weights of input 0 come first, then those of input 1. In one of bfloat16 (`narrow`) a word holds the weights of
-   inputs 2 i and, in its upper half, 2 i + 1. */
+/* A weight [outputs, inputs] as blocks of WIDTH outputs, the last one filled up with zeros. A block is words of 32 bits:
+   first those of WIDTH outputs with their first inputs, then those with the next ones. A word holds a weight of float32
+   (WIDE), two of bfloat16 (NARROW) or four of int8 (SCALED), the first input lowest; inputs are filled up with zeros. Those
+   of int8 are to be taken times the scale of their output; there are as many `scales` as outputs in whole blocks. */
+enum { WIDE, NARROW, SCALED };
+
 typedef struct {
     const void *blocks;
+    const float *scales;
     int32_t outputs, inputs, narrow;
 } Product;
 
@@ -43,49 +48,49 @@ static inline Floats load(const float *x) { return *(const Floats *)x; }
 
 /* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
 static inline __attribute__((always_inline)) void tile(
-    const char *block, int inputs, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int narrow,
-    int add) {
+    const char *block, const float *scales, int inputs, const float *x, size_t x_stride, float *y, size_t y_stride,
+    int rows, int narrow, int add) {
     Floats total[TILE][PARTS] = {0};
-    if (narrow) {
-        const uint32_t *words = (const uint32_t *)block;
-        for (int i = 0; i < inputs; i += 2, words += WIDTH)
-            for (int part = 0; part < PARTS; part++) {
-                Words pair = *(const Words *)(words + part * LANES);
-                Floats even = (Floats)(pair << 16), odd = (Floats)(pair & 0xffff0000u);
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * even;
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + 1] * odd;
+    const int many = narrow == SCALED ? 4 : narrow == NARROW ? 2 : 1; /* weights in a word */
+    const uint32_t *words = (const uint32_t *)block;
+    for (int i = 0; i < inputs; i += many, words += WIDTH)
+        for (int part = 0; part < PARTS; part++) {
+            Words word = *(const Words *)(words + part * LANES);
+            for (int at = 0; at < many; at++) {
+                Floats weight;
+                if (narrow == SCALED) weight = __builtin_convertvector((Whole)(word << (24 - 8 * at)) >> 24, Floats);
+                else if (narrow == WIDE) weight = (Floats)word;
+                else if (at) weight = (Floats)(word & 0xffff0000u);
+                else weight = (Floats)(word << 16);
+                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + at] * weight;
             }
-    } else {
-        const float *weights = (const float *)block;
-        for (int i = 0; i < inputs; i++, weights += WIDTH)
-            for (int part = 0; part < PARTS; part++) {
-                Floats weight = load(weights + part * LANES);
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i] * weight;
-            }
-    }
+        }
     for (int row = 0; row < rows; row++)
         for (int part = 0; part < PARTS; part++) {
             Floats *out = (Floats *)(y + row * y_stride + part * LANES);
+            if (narrow == SCALED) total[row][part] *= load(scales + part * LANES);
             if (add) *out += total[row][part];
             else *out = total[row][part];
         }
 }
 
 /* y [rows, outputs] = or, where `add`, += x [rows, inputs] times the weight. What lies behind `outputs` in a row of y is
-   overwritten up to a whole block; where `inputs` is odd, what lies behind it in a row of x must be finite. */
+   overwritten up to a whole block; what lies behind `inputs` in a row of x must be finite up to whole words. */
 static void multiply(
     const Product *p, const float *x, size_t x_stride, float *y, size_t y_stride, int rows, int add) {
-    int inputs = p->narrow ? (p->inputs + 1) / 2 * 2 : p->inputs;
-    size_t block_bytes = (size_t)inputs * WIDTH * (p->narrow ? 2 : 4);
+    int inputs = p->inputs, many = p->narrow == SCALED ? 4 : p->narrow == NARROW ? 2 : 1;
+    size_t block_bytes = padded(inputs, many) / many * WIDTH * 4;
     const char *block = p->blocks;
     for (int output = 0; output < p->outputs; output += WIDTH, block += block_bytes)
         for (int row = 0, some; row < rows; row += some) {
             const float *from = x + row * x_stride;
+            const float *scales = p->narrow == SCALED ? p->scales + output : 0;
             float *to = y + row * y_stride + output;
             some = rows - row < TILE ? rows - row : TILE;
 #define SUM(some) \
-    if (p->narrow) tile(block, inputs, from, x_stride, to, y_stride, some, 1, add); \
-    else tile(block, inputs, from, x_stride, to, y_stride, some, 0, add)
+    if (p->narrow == NARROW) tile(block, scales, inputs, from, x_stride, to, y_stride, some, NARROW, add); \
+    else if (p->narrow == SCALED) tile(block, scales, inputs, from, x_stride, to, y_stride, some, SCALED, add); \
+    else tile(block, scales, inputs, from, x_stride, to, y_stride, some, WIDE, add)
             if (some == 4) SUM(4);
             else if (some == 3) SUM(3);
             else if (some == 2) SUM(2);

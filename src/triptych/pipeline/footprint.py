@@ -246,7 +246,7 @@ def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
 
 def _is_compiled(stage: StageConfig) -> bool:
     """Whether the layers of a backbone are compiled code, if there is a compiler."""
-    return not stage.enforce_eager and stage.quantization is None and stage.dtype != "float16"
+    return not stage.enforce_eager and stage.dtype != "float16"
 
 
 def _widest_attention(decoder: DecoderConfig) -> int:

@@ -14,7 +14,6 @@ from triptych.layers.decoder import Attend, BetweenLayers, DecoderLayer
 from triptych.layers.linear import GatedMLP
 from triptych.layers.moe import SparseMoE
 from triptych.layers.norm import RMSNorm
-from triptych.layers.quantized_weight import QuantizedWeight
 from triptych.layers.rotary import Rotary
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.config import DecoderConfig
@@ -103,16 +102,13 @@ class Backbone(nn.Module):
 
 
 def _can_be_compiled(layers: list[DecoderLayer], part: str) -> bool:
-    """Not in eight bits, nor in float16: said in the log."""
-    weight = layers[0].attention.qkv
-    if isinstance(weight, QuantizedWeight):
-        kind = f"weights in {weight.stored.dtype}"
-    elif weight.dtype not in DTYPES:
-        kind = f"a stage in {weight.dtype}"
-    else:
-        return True
-    logger.warning("%s: its layers have no compiled form for %s; their eager twin runs, which is slower", part, kind)
-    return False
+    """Not in float16: said in the log."""
+    dtype = layers[0].input_norm.weight.dtype
+    if dtype not in DTYPES:
+        logger.warning(
+            "%s: its layers have no compiled form in %s; their eager twin runs, which is slower", part, dtype
+        )
+    return dtype in DTYPES
 
 
 def projections(model: nn.Module) -> Iterator[str]:
