@@ -75,7 +75,8 @@ class MediaSource:
         if scheme == "file":
             if self._local is None:
                 raise RequestError(
-                    f"files are not read here (media.local_path is empty, --allowed-local-media-path sets it); allowed: {self._allowed}"
+                    "files are not read here (media.local_path is empty, --allowed-local-media-path sets it); "
+                    f"allowed: {self._allowed}"
                 )
             return await self._read_local(self._local, part.url)
         raise RequestError(self._unknown(part.url, scheme))
