@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -286,6 +287,21 @@ def test_speech_is_the_same_alone_and_in_a_batch(nano: Path, monkeypatch: pytest
         alone, batched = bench.replies[f"alone-{index}"], bench.replies[f"batch-{index}"]
         assert alone.done and alone.frames == batched.frames
         np.testing.assert_array_equal(alone.audio, batched.audio)
+
+
+def test_without_a_compiler_it_stays_eager_and_says_so_once(
+    nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "/there/is/none")
+    compiled.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            stages = [Bench(nano, code2wav={"enforce_eager": False}).codec for _ in range(2)]
+    finally:
+        compiled.cache_clear()
+    assert [record.message.startswith("code2wav.c is not compiled") for record in caplog.records] == [True]
+    assert [(stage._model.compiled, stage._most(4)) for stage in stages] == [(None, 1)] * 2
 
 
 def test_a_call_takes_no_more_streams_than_have_so_many_frames(nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:

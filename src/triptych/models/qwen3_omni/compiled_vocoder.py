@@ -170,7 +170,7 @@ class CompiledVocoder(StreamingLayer):
     def _upsample(self, upsample: UpsampleBlock) -> _Upsample:
         blocks, conv, depthwise = self._blocks, upsample.conv, upsample.depthwise
         return _Upsample(
-            conv=blocks.product(_phases(conv)[..., 0]),
+            conv=blocks.product(_phases(conv)[..., 0].contiguous()),
             up=blocks.product(upsample.up.weight),
             down=blocks.product(upsample.down.weight),
             conv_bias=blocks.floats(conv.bias.repeat(conv.stride)),
