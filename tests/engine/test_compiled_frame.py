@@ -205,6 +205,35 @@ def test_a_second_start_compiles_nothing(fresh: Path, monkeypatch: pytest.Monkey
     assert [path.suffix for path in fresh.iterdir()] == [".so"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("size", [0, 20_000])
+def test_a_library_that_was_cut_short_is_compiled_again(
+    fresh: Path, caplog: pytest.LogCaptureFixture, size: int
+) -> None:
+    assert isinstance(compiled(SOURCE), ctypes.CDLL)
+    (whole,) = fresh.iterdir()
+    content = whole.read_bytes()
+    cut = whole.with_name("cut")  # the library is mapped into this process: it must not shrink under it
+    cut.write_bytes(content[:size])
+    cut.replace(whole)
+    compiled.cache_clear()
+    assert isinstance(compiled(SOURCE), ctypes.CDLL)
+    assert "is damaged, it is compiled again" in caplog.text
+    assert [path.read_bytes() for path in fresh.iterdir()] == [content]
+
+
+def test_a_user_without_a_home_runs_eager(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    compiled.cache_clear()
+    assert compiled(SOURCE) is None
+    compiled.cache_clear()
+    assert "set the variable XDG_CACHE_HOME" in caplog.text
+
+
 def test_without_a_compiler_a_stage_stays_eager_and_says_so_once(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, nano: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """C code of this package, compiled for the machine at hand when a stage loads, and kept in the user's cache folder.
 
-Nothing is compiled while requests are served, and nothing twice: a library is named by its source, the compiler and
-what that takes the processor for.
+Nothing is compiled while requests are served, and nothing twice: a library is named by its source, by the compiler and
+what that takes the processor for, and by what came out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from triptych.config.cache_folder import cache_folder
+from triptych.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     """The library of a C file; None, said once in the log, where there is no compiler or it fails."""
     try:
         return _load(source)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, subprocess.SubprocessError, ConfigError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         reason = (said.strip() or str(error)).splitlines()[0]
         logger.warning("%s is not compiled, its eager twin runs, which is slower: %s", source.name, reason)
@@ -43,16 +44,26 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 def _load(source: Path) -> ctypes.CDLL:
     compiler = _compiler()
     folder = cache_folder() / "compiled"
-    library = folder / f"{source.stem}-{_key(compiler, source)}.so"
-    if not library.exists():
-        started = time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
-        # Made beside and moved: another process may be at the same.
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            _run([*compiler, *_FLAGS, f"-I{_SHARED}", "-o", f"{made}/{library.name}", str(source), "-lm"])
-            os.replace(f"{made}/{library.name}", library)
-        logger.info("%s: compiled by %s in %.1f s", source.name, shlex.join(compiler), time.monotonic() - started)
+    stem = f"{source.stem}-{_key(compiler, source)}"
+    for library in folder.glob(f"{stem}-*.so"):
+        if library.stem == f"{stem}-{_digest(library)}":
+            return ctypes.CDLL(str(library))
+        logger.warning("%s is damaged, it is compiled again", library)
+        library.unlink(missing_ok=True)
+    started = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    # Made beside and moved: another process may be at the same.
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        fresh = Path(made) / "fresh.so"
+        _run([*compiler, *_FLAGS, f"-I{_SHARED}", "-o", str(fresh), str(source), "-lm"])
+        library = fresh.replace(folder / f"{stem}-{_digest(fresh)}.so")
+    logger.info("%s: compiled by %s in %.1f s", source.name, shlex.join(compiler), time.monotonic() - started)
     return ctypes.CDLL(str(library))
+
+
+def _digest(library: Path) -> str:
+    """Is part of a library's name: to load one that is cut short would kill the process."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:16]
 
 
 def _compiler() -> list[str]:
