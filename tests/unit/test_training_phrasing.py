@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from training.domain import draw
-from training.phrasing import below_zero, facts, figures, phrased, strange, with_earlier
+from training.domain import OBJECTS, draw, number
+from training.phrasing import UNKNOWN, below_zero, facts, figures, phrased, read_out, strange, with_earlier
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,21 @@ def test_differences_below_zero_and_what_was_never_taught_have_answers() -> None
     answers = {below_zero(rng, "train").answer for _ in range(200)}
     assert all("minus" in answer for answer in answers)
     assert {strange(rng, "train").answer for _ in range(50)} == {"sorry, i do not know that"}
+
+
+def test_figures_to_read_out_are_those_of_the_answer() -> None:
+    rng = random.Random(7)
+    forms = set()
+    for _ in range(300):
+        sample = read_out(rng, "train")
+        asked = "".join(letter for letter in sample.question if letter.isdigit())
+        assert sample.answer.split() == [number(int(figure)) for figure in asked]
+        forms.add(len(asked))
+    assert forms == set(range(4, 11))
+
+
+def test_what_is_not_insured_is_not_known() -> None:
+    rng = random.Random(8)
+    questions = {sample.question for _ in range(300) if (sample := strange(rng, "train")).answer == UNKNOWN}
+    assert any("my house" in question for question in questions)
+    assert not any(f"my {item}" in question for question in questions for item in OBJECTS)

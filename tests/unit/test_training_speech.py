@@ -1,0 +1,20 @@
+"""What the speech data holds: answers known by heart in every voice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training import speech
+from training.domain import SMALL_TALK
+from training.phrasing import UNKNOWN
+from training.teacher import VOICES
+
+
+def test_answers_known_by_heart_are_spoken_in_every_voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(speech, "build_store", lambda folder, pairs, speak: asked.extend(pairs))
+    speech.by_heart_store(tmp_path)
+    answers = {exchange.answer for exchange in SMALL_TALK} | {UNKNOWN}
+    assert sorted(asked) == sorted((answer, voice) for answer in answers for voice in VOICES)
