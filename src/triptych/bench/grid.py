@@ -19,6 +19,8 @@ NUMBERS: dict[str, tuple[str, int]] = {
     "mean RTF": ("mean_audio_rtf", 3),
 }
 
+_ANY_WIDTH = 10_000
+
 
 def cells(summary: Mapping[str, Any], columns: Sequence[str] = tuple(NUMBERS)) -> list[str]:
     """The numbers of one run as text; a dash for what was not measured."""
@@ -37,12 +39,23 @@ class Grid:
     rows: list[list[str]] = field(default_factory=list)
 
     def print(self, title: str, console: Console | None = None) -> None:
+        """As one table where the console is as wide as that, else as a list for each row."""
+        console = console or Console(highlight=False)
         table = Table(title=title, title_justify="left")
         for index, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if index else "left", no_wrap=index == 0)
+            table.add_column(column, justify="right" if index else "left", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
-        (console or Console(highlight=False)).print(table)
+        if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum <= console.width:
+            console.print(table)
+            return
+        console.print(title)
+        for name, *cells in self.rows:
+            console.print(name, markup=False)
+            one = Table(show_header=False)
+            for column, cell in zip(self.columns[1:], cells, strict=True):
+                one.add_row(column, cell)
+            console.print(one)
 
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
