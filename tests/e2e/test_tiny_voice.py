@@ -100,6 +100,7 @@ async def test_spoken_questions_are_heard(server: LiveServer, file: str, answer:
         ("what is seventeen plus twenty-five", "seventeen plus twenty five is forty two"),
         ("What is Seventeen plus Twenty Five?", "seventeen plus twenty five is forty two"),
         ("Say four, zero, seven, nine.", "four zero seven nine"),
+        ("fire damaged my house", "sorry, i do not know that"),
     ],
 )
 async def test_questions_may_be_written_as_people_do(server: LiveServer, written_as: str, answer: str) -> None:
@@ -108,6 +109,16 @@ async def test_questions_may_be_written_as_people_do(server: LiveServer, written
         Asked("as people do", [*begin, {"role": "user", "content": written_as}], answer) for begin in ([], [system])
     ]
     assert [reply.text for reply in await ask_all(server.url, asked, 2)] == [answer] * 2
+
+
+@pytest.mark.parametrize("voice", ["chelsie", "ethan"])
+async def test_what_newcomers_say_first_is_answered_in_words_in_either_voice(server: LiveServer, voice: str) -> None:
+    said = {"Hello!": "hello, how can i help you", "Sing a song.": "sorry, i do not know that"}
+    questions = [Asked("talk", [{"role": "user", "content": asked}], answer, voice) for asked, answer in said.items()]
+    replies = await ask_all(server.url, questions, 2)
+    assert [reply.text for reply in replies] == list(said.values())
+    heard = [transcribe(reply.audio) for reply in replies]
+    assert word_error_rate(list(said.values()), heard) <= 0.25, heard
 
 
 async def test_what_is_said_is_remembered(server: LiveServer) -> None:
