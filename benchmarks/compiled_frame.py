@@ -27,16 +27,7 @@ def loaded(folder: Path, *, eager: bool) -> CodePredictor:
     config = load_config(folder)
     with torch.device("meta"):
         model = Talker(config)
-    load_weights(
-        model,
-        model.placements,
-        str(folder),
-        prefixes=model.prefixes,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        quantized={},
-        progress=lambda done, total: None,
-    )
+    load_weights(model, model.placements, folder, prefixes=model.prefixes, dtype=torch.float32)
     model.prepare(eager=eager)
     return model.code_predictor
 

@@ -35,16 +35,7 @@ def loaded(folder: Path, kind: type[Thinker] | type[Talker], *, eager: bool) -> 
     config = load_config(folder)
     with torch.device("meta"):
         model = kind(config)
-    load_weights(
-        model,
-        model.placements,
-        str(folder),
-        prefixes=model.prefixes,
-        dtype=torch.float32,
-        device=CPU,
-        quantized={},
-        progress=lambda done, total: None,
-    )
+    load_weights(model, model.placements, folder, prefixes=model.prefixes, dtype=torch.float32)
     model.prepare(eager=eager)
     return model
 
