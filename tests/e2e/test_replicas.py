@@ -230,17 +230,18 @@ def test_any_replica_gives_the_bytes_of_the_only_one(nano: Path, expected: Seque
 def test_speech_goes_on_when_a_replica_is_killed(nano: Path, expected: Sequence[OmniOutput]) -> None:
     with Omni(nano, deploy_config="tiny_cpu", platform="cpu", stage_overrides={"1": TWO}) as omni:
 
-        def talker() -> psutil.Process:
+        def talker(replica: int) -> psutil.Process:
             children = psutil.Process().children()
-            [found] = [child for child in children if child.cmdline()[-2:] == ["--process", "speech:1"]]
+            [found] = [child for child in children if child.cmdline()[-2:] == ["--process", f"speech:{replica}"]]
             return found
 
         spoken: list[OmniOutput] = []
         thread = threading.Thread(target=lambda: spoken.extend(speak(omni)))
-        killed = talker()
-        before = sum(killed.cpu_times()[:2])
+        other, killed = talker(0), talker(1)
+        killed.suspend()  # so that nothing it was given is done before it is killed, however fast it is
+        before = sum(other.cpu_times()[:2])
         thread.start()
-        wait_until(lambda: sum(killed.cpu_times()[:2]) > before + 0.3, 60)  # it is speaking
+        wait_until(lambda: sum(other.cpu_times()[:2]) > before + 0.05, 60)  # they are speaking
         killed.kill()
         thread.join(120)
         lost = [output for output in spoken if output.error is not None]
