@@ -129,10 +129,14 @@ class AttentionProjections(nn.Module):
         self.q_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
         self.k_norm = nn.Parameter(torch.empty(head_dim), requires_grad=False)
 
+    @property
+    def head_norms(self) -> Tensor:
+        """Norm weights of the query heads, then of the key heads, [heads + kv_heads, D]."""
+        return torch.cat((self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)))
+
     def prepare(self) -> None:
         """One norm weight for the query and key heads together: they are normalised and turned in one go."""
-        both = torch.cat((self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)))
-        self.qk_scaled = scaled_weight(both)
+        self.qk_scaled = scaled_weight(self.head_norms)
         self.into, self.back = take_product(self, "qkv"), take_product(self, "out")
 
     def project(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,14 +134,11 @@ class CompiledDecoder:
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         blocks, attention, experts = self._blocks, layer.attention, layer.feed_forward
-        heads = torch.cat(
-            (attention.q_norm.expand(attention.heads, -1), attention.k_norm.expand(attention.kv_heads, -1))
-        )
         laid_out = _Layer(
             qkv=blocks.product(held_weight(attention, "qkv")),
             out=blocks.product(held_weight(attention, "out")),
             input_norm=blocks.norm(layer.input_norm.weight),
-            qk_norm=blocks.norm(heads),
+            qk_norm=blocks.norm(attention.head_norms),
             post_norm=blocks.norm(layer.post_norm.weight),
         )
         if isinstance(experts, GatedMLP):

@@ -123,16 +123,13 @@ class CompiledFrame:
     def _layer(self, layer: DecoderLayer) -> _Layer:
         blocks, attention, mlp = self._blocks, layer.attention, layer.feed_forward
         assert isinstance(mlp, GatedMLP)
-        heads = torch.cat(
-            (attention.q_norm.expand(attention.heads, -1), attention.k_norm.expand(attention.kv_heads, -1))
-        )
         return _Layer(
             qkv=blocks.product(attention.qkv),
             out=blocks.product(attention.out),
             gate_up=blocks.product(mlp.gate_up),
             down=blocks.product(mlp.down),
             input_norm=blocks.norm(layer.input_norm.weight),
-            qk_norm=blocks.norm(heads),
+            qk_norm=blocks.norm(attention.head_norms),
             post_norm=blocks.norm(layer.post_norm.weight),
         )
 
