@@ -248,20 +248,9 @@ static __attribute__((noinline)) void mix_rest(const Sought *sought, const Seeke
     OF_SOME(mix, one, 1, from, seekers->lengths[one]);
 }
 
-static __attribute__((noinline)) float largest_of(const float *x, int64_t size) {
-    float lanes[LANES], peak = x[0];
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
-    for (; i < size; i++) peak = x[i] > peak ? x[i] : peak;
-    for (int lane = 0; lane < LANES; lane++) peak = lanes[lane] > peak ? lanes[lane] : peak;
-    return peak;
-}
-
 /* x -> exp(scale (x - its largest)), and the sum of them. Behind `size`, up to whole LANES, x is overwritten. */
 static __attribute__((noinline)) float soften(float *x, int64_t size, float scale) {
-    float peak = largest_of(x, size), lanes[LANES] = {0}, sum = 0.0f;
+    float peak = largest(x, size), lanes[LANES] = {0}, sum = 0.0f;
     int64_t whole = (int64_t)padded(size, LANES), i = 0;
     for (i = 0; i < whole; i++) x[i] = exponential((x[i] - peak) * scale);
     for (i = 0; i + LANES <= size; i += LANES)

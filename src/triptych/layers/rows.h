@@ -139,4 +139,15 @@ static __attribute__((noinline)) void gate(float *both, int size) {
     for (int i = 0; i < size; i++) both[i] = both[i] / (1.0f + exponential(-both[i])) * both[size + i];
 }
 
+static __attribute__((noinline)) float largest(const float *x, int64_t size) {
+    float lanes[LANES], peak = x[0];
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
+    for (; i < size; i++) peak = x[i] > peak ? x[i] : peak;
+    for (int lane = 0; lane < LANES; lane++) peak = lanes[lane] > peak ? lanes[lane] : peak;
+    return peak;
+}
+
 #endif

@@ -90,17 +90,6 @@ static __attribute__((noinline)) void attend(
     }
 }
 
-static float largest(const float *x, int size) {
-    float lanes[LANES], peak = x[0];
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;
-    int i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int lane = 0; lane < LANES; lane++) lanes[lane] = x[i + lane] > lanes[lane] ? x[i + lane] : lanes[lane];
-    for (; i < size; i++) peak = x[i] > peak ? x[i] : peak;
-    for (int lane = 0; lane < LANES; lane++) peak = lanes[lane] > peak ? lanes[lane] : peak;
-    return peak;
-}
-
 static int count_from(const float *weights, int size, float cut) {
     Words found[PARTS] = {0};
     int i = 0, count = 0;
