@@ -41,6 +41,7 @@ def test_times_are_what_their_names_say() -> None:
     assert outcome.tpot_s == pytest.approx(0.15)
     assert outcome.e2el_s == pytest.approx(2.0)
     assert outcome.ttfp_s == pytest.approx(0.5)
+    assert outcome.audio_after_text_s == pytest.approx(0.4)
     assert outcome.rtf == pytest.approx(1.2 / 2), "(last audio - start) / seconds of audio"
 
 
@@ -66,6 +67,7 @@ def test_codec_frames_are_no_output_tokens(usage: dict[str, Any], tokens: int) -
 def test_a_reply_of_nothing_has_no_times() -> None:
     outcome = reply(texts=())
     assert (outcome.ttft_s, outcome.tpot_s, outcome.ttfp_s, outcome.rtf) == (None, None, None, None)
+    assert reply(texts=(), audio=(10.5,)).audio_after_text_s is None and reply().audio_after_text_s is None
     assert reply(texts=(10.1,)).tpot_s is None
 
 

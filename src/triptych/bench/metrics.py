@@ -19,6 +19,7 @@ _DISTRIBUTIONS: dict[str, Callable[[Outcome], float | None]] = {
     "tpot_ms": lambda outcome: _ms(outcome.tpot_s),
     "e2el_ms": lambda outcome: _ms(outcome.e2el_s),
     "audio_ttfp_ms": lambda outcome: _ms(outcome.ttfp_s),
+    "audio_after_text_ms": lambda outcome: _ms(outcome.audio_after_text_s),
     "audio_rtf": lambda outcome: outcome.rtf,
     "audio_duration_s": lambda outcome: outcome.playout.audio_s if outcome.has_audio else None,
     "audio_underrun_s": lambda outcome: outcome.playout.silent_s if outcome.has_audio else None,

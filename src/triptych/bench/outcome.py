@@ -57,6 +57,12 @@ class Outcome:
         return None if self.playout.first_at is None else self.playout.first_at - self.started_at
 
     @property
+    def audio_after_text_s(self) -> float | None:
+        """From the first text to the first audio: what speech takes, whatever the prompt took before."""
+        ttft, ttfp = self.ttft_s, self.ttfp_s
+        return None if ttft is None or ttfp is None else ttfp - ttft
+
+    @property
     def rtf(self) -> float | None:
         return (self.playout.last_at - self.started_at) / self.playout.audio_s if self.has_audio else None
 

@@ -29,6 +29,7 @@ TITLES = {
     "itl_ms": "ITL, ms",
     "e2el_ms": "E2EL, ms",
     "audio_ttfp_ms": "audio TTFP, ms",
+    "audio_after_text_ms": "audio after text, ms",
     "audio_rtf": "audio RTF",
     "audio_duration_s": "audio, s",
     "audio_underrun_s": "underrun, s",

@@ -124,9 +124,13 @@ def joined(rounds: Sequence[Tested], hardware: str) -> list[Tested]:
         for index, first in enumerate(of_test[0].sweeps):
             taken = [one.sweeps[index].summaries for one in of_test]
             summaries = [median(point) for point in zip(*taken, strict=True)]
-            other = of_test[0].test.baseline_test
-            baseline = found[other].sweeps[index].baseline(None) if other else first.params.baseline.get(hardware, {})
-            comparisons = compare(baseline, first.params.labels, summaries, other or "")
+            labels = first.params.labels
+            if other := of_test[0].test.baseline_test:
+                theirs = [one.sweeps[index].summaries for one in rounds if one.test.test_name == other]
+                baseline = found[other].sweeps[index].baseline(None)
+                comparisons = compare(baseline, labels, summaries, other, list(zip(theirs, taken, strict=True)))
+            else:
+                comparisons = compare(first.params.baseline.get(hardware, {}), labels, summaries)
             kept = taken if len(taken) > 1 else ()
             sweeps.append(replace(first, summaries=summaries, comparisons=comparisons, rounds=kept))
         found[name] = replace(of_test[0], sweeps=sweeps)
