@@ -83,8 +83,8 @@ def _compiler() -> list[str]:
 def _key(compiler: list[str], source: Path) -> str:
     """All that decides what the library does; the compiler's macros tell its version and the processor's features."""
     macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c", os.devnull])
-    headers = (header.read_text() for header in sorted(_SHARED.glob("*.h")))
-    texts = (*_FLAGS, macros, *headers, source.read_text())
+    headers = dict.fromkeys((*sorted(_SHARED.glob("*.h")), *sorted(source.parent.glob("*.h"))))
+    texts = (*_FLAGS, macros, *(header.read_text() for header in headers), source.read_text())
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

@@ -95,7 +95,7 @@ class CompiledDecoder:
         """x [N, hidden], cos and signed_sin float32 [N, 1, head_dim] -> normalised hidden states [N, hidden].
 
         Rows behind those of `metadata` are padding: nothing but `between` sees them. The caches, one a layer, are of
-        this object's own writing, see `Step` in `decoder.c`.
+        this object's own writing, see `Step` in `decoder.h`.
         """
         count, rows, layers = x.shape[0], metadata.starts.shape[0], len(caches)
         wide = torch.empty(count, self._stride)

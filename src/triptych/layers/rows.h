@@ -44,6 +44,8 @@ int32_t block_width(void) { return WIDTH; }
 
 static size_t padded(size_t length, size_t to) { return (length + to - 1) / to * to; }
 
+static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
+
 static inline Floats load(const float *x) { return *(const Floats *)x; }
 
 /* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
