@@ -25,7 +25,7 @@ from training.own_frames import own_frames
 from training.phone_ear import clarity_loss, train_ear
 from training.schedule import cosine, half_precision, set_rate, step_generator
 from training.spectra import log_mel, spectral_loss
-from training.speech import speech_store
+from training.speech import by_heart_store, speech_store
 from training.speech_store import SpeechStore
 from training.teacher import FRAME
 from training.tiny_config import QUANTIZERS
@@ -35,31 +35,39 @@ PEAK_RATE = 1e-3
 ENCODER_SHARE = 0.5  # of the schedule, in which encoder and codebooks learn too
 SHALLOW = 0.5  # of the crops then have their first few codebooks alone, so that early ones carry most
 OWN_UTTERANCES = 1_500  # that the Talker says itself
+CLOSED = 0.15  # of the crops then, answers of closed lists
 CLARITY = 0.3  # weight of what the phone ear hears
 SEED = 1
 
 
 class Crops:
-    """Random crops: the mel features around them, and the waveform to be matched."""
+    """Random crops of recordings: the mel features around them, and the waveform to be matched.
 
-    def __init__(self, store: SpeechStore, places: Sequence[int]) -> None:
-        self.store, self.places = store, places
-        lengths = np.array([store.utterances[place].samples for place in places], dtype=np.float64)
-        self.chances = lengths / lengths.sum()
+    A `closed` share of them is of the second corpus, if there is one.
+    """
+
+    def __init__(self, corpora: Sequence[tuple[SpeechStore, Sequence[int]]], closed: float) -> None:
+        self.recordings = [(store, place) for store, places in corpora for place in places]
+        chances = []
+        for (store, places), share in zip(corpora, (1.0,) if len(corpora) == 1 else (1 - closed, closed), strict=True):
+            lengths = np.array([store.utterances[place].samples for place in places], dtype=np.float64)
+            chances.append(share * lengths / lengths.sum())
+        self.chances = np.concatenate(chances)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
         """Mel [B, 80, 8 (FRAMES + 2 CONTEXT)], waveforms [B, 1920 FRAMES]; silence where an utterance is shorter.
 
-        And of which utterance each crop is, and its first frame.
+        And of which recording each crop is, and its first frame.
         """
         rng = step_generator(SEED, step)
         mels, waveforms, places = [], [], []
-        for index in rng.choice(self.places, BATCH, p=self.chances):
-            frames = self.store.utterances[index].samples // FRAME
+        for index in rng.choice(len(self.recordings), BATCH, p=self.chances):
+            store, place = self.recordings[index]
+            frames = store.utterances[place].samples // FRAME
             first = int(rng.integers(0, max(1, frames - FRAMES + 1)))
             start, end = first - CONTEXT, first + FRAMES + CONTEXT
             whole = torch.from_numpy(
-                self.store.waveform(int(index), max(0, start) * FRAME, (min(end, frames) - max(0, start)) * FRAME)
+                store.waveform(place, max(0, start) * FRAME, (min(end, frames) - max(0, start)) * FRAME)
             )
             padding = (max(0, -start) * FRAME, max(0, end - frames) * FRAME)
             whole = F.pad(whole, padding)
@@ -81,17 +89,20 @@ def train(
     """Train to step `until` (`steps` when None) of a schedule of `steps`. Goes on from the last saved step.
 
     `encoder_share` of the schedule moves encoder and codebooks: 0 for a decoder that goes on to codes as they are.
-    `own` of the crops then are decoded from the frames that the trained Talker says in place of the teacher's.
+    `own` of the crops then are decoded from the frames that the trained Talker says in place of the teacher's, and
+    answers of closed lists, which it knows by heart, are among them.
     """
     folder = work / "codec"
     store = speech_store(work)
-    chosen = range(0, len(store), len(store) // OWN_UTTERANCES) if own else range(len(store))
-    crops, ear = Crops(store, chosen), train_ear(work)
-    said: dict[int, Frames] = {}
+    corpora: list[tuple[SpeechStore, Sequence[int]]] = [(store, range(len(store)))]
     if own:
-        spoken = [store.utterances[place] for place in chosen]
-        frames_of = own_frames(work, [(utterance.sentence, utterance.voice) for utterance in spoken])
-        said = dict(zip(chosen, frames_of, strict=True))
+        by_heart = by_heart_store(work)
+        corpora = [(store, range(0, len(store), len(store) // OWN_UTTERANCES)), (by_heart, range(len(by_heart)))]
+    crops, ear = Crops(corpora, CLOSED), train_ear(work)
+    said: list[Frames] = []
+    if own:
+        spoken = [recordings.utterances[place] for recordings, place in crops.recordings]
+        said = own_frames(work, [(utterance.sentence, utterance.voice) for utterance in spoken])
     torch.manual_seed(SEED)
     codec = Codec().train()
     parameters = [parameter for parameter in codec.parameters() if parameter.requires_grad]
@@ -116,9 +127,9 @@ def train(
         shallow = torch.rand(BATCH) < (SHALLOW if encoding else 0.0)
         depth = torch.where(shallow, torch.randint(1, QUANTIZERS + 1, (BATCH,)), QUANTIZERS)
         quantised, commitment, used = codec.quantizer(latents, depth)
-        for crop, (utterance, first) in enumerate(places):
+        for crop, (recording, first) in enumerate(places):
             if random.random() < own:
-                frames = torch.from_numpy(said[utterance][first : first + FRAMES]).long()
+                frames = torch.from_numpy(said[recording][first : first + FRAMES]).long()
                 quantised[crop, :, : len(frames)] = codec.quantizer.entries(frames).T
         with half_precision():
             output = upsample(codec.transform(quantised)).float()
