@@ -176,8 +176,8 @@ def score_text(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str
 
 def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
     """Word errors against the text, words found (by a recogniser of any words; of the domain's), lengths and voices."""
-    texts, heard = [], []
-    words = found = chosen = lengths = voices = 0
+    texts, heard, chosen = [], [], []
+    words = found = lengths = voices = 0
     for asked, reply in zip(questions, replies, strict=True):
         texts.append(reply.text)
         heard.append(transcribe(reply.audio))
@@ -186,7 +186,7 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
         missed = errors(reply.text, heard[-1])
         words += spoken_words
         found += max(0, spoken_words - missed)
-        chosen += max(0, spoken_words - errors(reply.text, transcribe(reply.audio, closed=True)))
+        chosen.append(transcribe(reply.audio, closed=True))
         frames = len(reply.audio) / FRAME / max(1, spoken_words)
         lengths += reply.finish_reason == "stop" and _FRAMES_PER_WORD[0] <= frames <= _FRAMES_PER_WORD[1]
         if missed:
@@ -194,7 +194,7 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
     return {
         "wer": round(100 * word_error_rate(texts, heard), 2),
         "words_right": round(found / max(1, words), 4),
-        "words_right_closed": round(chosen / max(1, words), 4),
+        "words_right_closed": round(1 - word_error_rate(texts, chosen), 4),
         "lengths_right": round(lengths / len(replies), 4),
         "voices_right": round(voices / len(replies), 4),
     }

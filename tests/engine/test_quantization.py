@@ -134,4 +134,4 @@ def hidden_states(thinker: Thinker, ids: torch.Tensor) -> torch.Tensor:
     whole = PrefillPiece(0, count, torch.tensor([1]), torch.ones(count, count, dtype=torch.bool).tril())
     nothing = torch.empty(0, dtype=torch.long)
     metadata = PagedMetadata(count + torch.arange(count), 0, nothing, nothing, (whole,))
-    return thinker.forward(thinker.embed(ids), torch.arange(count).expand(3, -1), caches, metadata)
+    return thinker.backbone.forward(thinker.embed(ids), torch.arange(count).expand(3, -1), caches, metadata)

@@ -16,7 +16,7 @@ from triptych.layers.decoder import BetweenLayers
 
 
 class StepModel(Protocol):
-    """A decoder that the runner can step."""
+    """The layers of a decoder, which the runner steps."""
 
     @property
     def by_row(self) -> bool:

@@ -85,10 +85,14 @@ class TalkerStage:
         self.outbox, self.arrivals, self.handoffs, self.cadence = outbox, arrivals, handoffs, cadence
         self.device = setup.device
         # Compiled layers give a row the same bits wherever it is computed; the eager ones where it is computed alone.
-        self.single = batch_invariant and not model.by_row
+        self.single = batch_invariant and not model.backbone.by_row
         self.frames_per_text_token, self.extra_frames = frames_per_text_token, extra_frames
         runner = ModelRunner(
-            model=model, embed=self._embed, cache=setup.cache, device=setup.device, batch_invariant=batch_invariant
+            model=model.backbone,
+            embed=self._embed,
+            cache=setup.cache,
+            device=setup.device,
+            batch_invariant=batch_invariant,
         )
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
         self.cost = StepCost() if by_slack else None

@@ -88,7 +88,7 @@ class ThinkerStage:
         self.eos_token_ids = frozenset(config.eos_token_ids)
         self.outbox, self.handoffs = outbox, handoffs
         # Compiled layers give a row the same bits wherever it is computed; the eager ones where it is computed alone.
-        self.single = batch_invariant and not model.by_row
+        self.single = batch_invariant and not model.backbone.by_row
         self.device, self.cache = setup.device, setup.cache
         self.media = PromptMedia(line=line, scheduler=setup.scheduler, config=config) if line is not None else None
         self.counts = StageCounts()
@@ -98,7 +98,7 @@ class ThinkerStage:
         if line is not None:
             self.counts.encoder_step_time_s = line.step_time_s
         runner = ModelRunner(
-            model=model,
+            model=model.backbone,
             embed=self._embed,
             cache=setup.cache,
             device=setup.device,

@@ -80,6 +80,11 @@ class Backbone(nn.Module):
         self.steps = prepared_layers(self.layers, row_tile)
         self.itemsize = layers[0].attention.into.itemsize  # of the projections, as a step reads them
 
+    @property
+    def by_row(self) -> bool:
+        """Whether steps take `RowMetadata`: the compiled layers do."""
+        return self.compiled is not None
+
     def forward(
         self,
         x: Tensor,

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.errors import CheckpointError
-from triptych.layers.attention import StepMetadata
-from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
@@ -142,23 +140,6 @@ class Talker(nn.Module):
             inner = F.silu(self.widen(tile).add_(projection.fc1_bias))
             tiles.append(self.narrow(inner).add_(projection.fc2_bias))
         return torch.cat(tiles)[: hidden.shape[0]]
-
-    @property
-    def by_row(self) -> bool:
-        """Whether steps take `RowMetadata`."""
-        return self.backbone.compiled is not None
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        caches: list[Tensor],
-        metadata: StepMetadata,
-        between: BetweenLayers | None = None,
-    ) -> Tensor:
-        """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""
-        hidden: Tensor = self.backbone(x, positions, caches, metadata, between)
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> codebook-0 logits [S, codec vocab] in float32."""

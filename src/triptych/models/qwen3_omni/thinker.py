@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from triptych.layers.attention import StepMetadata
-from triptych.layers.decoder import BetweenLayers
 from triptych.layers.linear import ROW_TILE
 from triptych.layers.product import take_product
 from triptych.models.placement import Layout, Placement
@@ -46,23 +44,6 @@ class Thinker(nn.Module):
     def embed(self, token_ids: Tensor) -> Tensor:
         """ids [N] -> [N, hidden]."""
         return F.embedding(token_ids, self.embed_tokens)
-
-    @property
-    def by_row(self) -> bool:
-        """Whether steps take `RowMetadata`."""
-        return self.backbone.compiled is not None
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        caches: list[Tensor],
-        metadata: StepMetadata,
-        between: BetweenLayers | None = None,
-    ) -> Tensor:
-        """Rows [N, hidden] at positions [3, N] -> hidden states [N, hidden]."""
-        hidden: Tensor = self.backbone(x, positions, caches, metadata, between)
-        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab] in float32."""
