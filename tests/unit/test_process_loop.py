@@ -184,15 +184,15 @@ def test_a_restarted_peer_is_reset(bench: Bench) -> None:
     assert bench.endpoint.reset == ["speech"]
 
 
-def test_stages_with_work_are_stepped_in_turn_until_none_has_any(bench: Bench) -> None:
+def test_stages_with_work_are_stepped_in_turn_the_last_first_until_none_has_any(bench: Bench) -> None:
     bench.stages["thinker"].work, bench.stages["talker"].work = 3, 2
     bench.stages["thinker"].on_step = lambda: bench.tell(Shutdown()) if bench.stages["thinker"].work == 0 else None
     bench.loop.run()
     steps = [kind for kind, _ in bench.diary]
-    assert steps == ["thinker", "talker", "thinker", "talker", "thinker"]
+    assert steps == ["talker", "thinker", "talker", "thinker", "thinker"]
 
 
-def test_what_a_step_hands_over_is_taken_in_the_same_turn(bench: Bench) -> None:
+def test_what_a_step_hands_over_is_taken_without_a_wait(bench: Bench) -> None:
     handed: list[int] = []
     thinker, talker = bench.stages["thinker"], bench.stages["talker"]
     thinker.work, thinker.on_step = 1, lambda: handed.append(1)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from triptych.config.schema import StageConfig
 from triptych.errors import ConfigError
 
-# Prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a row's
-# arithmetic is then the same however the token budget cut its prompt.
+# Eager prefills attend in cells of this many rows, at absolute positions, and the scheduler cuts them nowhere else: a
+# row's arithmetic is then the same however the token budget cut its prompt. That of compiled layers always is.
 PREFILL_CELL = 64
 
 
@@ -53,14 +53,17 @@ class SchedulerConfig:
             )
 
 
-def scheduler_config(stage: StageConfig, num_blocks: int) -> SchedulerConfig:
-    """The limits that a resolved deploy config sets for one of its engines. Raises ConfigError as SchedulerConfig."""
+def scheduler_config(stage: StageConfig, num_blocks: int, *, by_row: bool = False) -> SchedulerConfig:
+    """The limits that a resolved deploy config sets for one of its engines. Raises ConfigError as SchedulerConfig.
+
+    `by_row`: a row's arithmetic does not depend on where its prompt is cut.
+    """
     return SchedulerConfig(
         max_num_seqs=stage.max_num_seqs,
         max_num_batched_tokens=stage.max_num_batched_tokens,
         max_model_len=stage.max_model_len,
         block_size=stage.block_size,
         num_blocks=num_blocks,
-        prefill_alignment=PREFILL_CELL if stage.batch_invariant else 1,
+        prefill_alignment=PREFILL_CELL if stage.batch_invariant and not by_row else 1,
         enable_prefix_caching=stage.enable_prefix_caching,
     )

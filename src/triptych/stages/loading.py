@@ -113,11 +113,12 @@ def set_up_decoder(
     device: torch.device,
     dtype: torch.dtype,
     *,
+    by_row: bool = False,
     keep_hidden: bool = False,
 ) -> DecoderSetup:
     """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `taken_bytes` go from its share.
 
-    `keep_hidden`: the cache has room for one hidden state a row.
+    `by_row`: as of `scheduler_config`. `keep_hidden`: the cache has room for one hidden state a row.
     """
     per_block = bytes_per_block(config, decoder, dtype.itemsize, keep_hidden=keep_hidden)
     blocks = num_blocks(config, per_block, device, taken_bytes)
@@ -131,7 +132,7 @@ def set_up_decoder(
         device=device,
         hidden_size=decoder.hidden_size if keep_hidden else 0,
     )
-    scheduler = Scheduler(scheduler_config(config, blocks))
+    scheduler = Scheduler(scheduler_config(config, blocks, by_row=by_row))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)
     return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
 

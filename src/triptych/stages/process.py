@@ -155,10 +155,11 @@ class ProcessLoop:
 
     def _step(self) -> bool:
         stepped = False
-        for stage in self._stages:
+        # Who is nearest to the listener is first: a chunk that could be sound does not wait for a step of the Thinker.
+        for stage in reversed(self._stages):
             self.stage = stage.kind
             if stepped:
-                stage.poll_inputs()  # what the stage before has just handed over
+                stage.poll_inputs()  # what the stage behind it has just released
             for _ in range(STEPS_PER_TURN[stage.kind]):
                 if not stage.has_work():
                     break

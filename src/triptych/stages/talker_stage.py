@@ -124,7 +124,9 @@ class TalkerStage:
         return cls(
             model=model,
             config=checkpoint,
-            setup=set_up_decoder(context.config, model.config, taken_bytes, device, dtype),
+            setup=set_up_decoder(
+                context.config, model.config, taken_bytes, device, dtype, by_row=model.backbone.by_row
+            ),
             outbox=context.outbox,
             arrivals=Arrivals(context.receivers["thinker"]),
             handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),

@@ -132,7 +132,13 @@ class ThinkerStage:
             model=model,
             config=checkpoint,
             setup=set_up_decoder(
-                context.config, checkpoint.thinker, taken_bytes, device, dtype, keep_hidden=senders is not None
+                context.config,
+                checkpoint.thinker,
+                taken_bytes,
+                device,
+                dtype,
+                by_row=model.backbone.by_row,
+                keep_hidden=senders is not None,
             ),
             line=line,
             tokenizer=Processor(context.model).tokenizer,
