@@ -40,11 +40,7 @@ static __attribute__((noinline)) void enter(
     for (int head = 0; head < d->heads + d->kv_heads; head++) {
         float *x = qkv + (size_t)head * dim;
         rms_norm(x, qk_norm + (size_t)head * dim, d->eps * dim, x, dim);
-        for (int i = 0; i < half; i++) {
-            float left = x[i], right = x[i + half];
-            x[i] = left * cos[i] - right * sin[i];
-            x[i + half] = right * cos[i] + left * sin[i];
-        }
+        rotate(x, cos, sin, half);
     }
     size_t size = d->block_size, at = s->lengths[row] - 1, within = at % size;
     size_t base = (size_t)s->blocks[s->starts[row] + at / size] * block_values(d);

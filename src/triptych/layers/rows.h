@@ -141,6 +141,15 @@ static __attribute__((noinline)) void gate(float *both, int size) {
     for (int i = 0; i < size; i++) both[i] = both[i] / (1.0f + exponential(-both[i])) * both[size + i];
 }
 
+/* Turns a head, x [2 * half], by angles of which `cos` and `sin` [half] are given: halves against each other. */
+static inline __attribute__((always_inline)) void rotate(float *x, const float *cos, const float *sin, int half) {
+    for (int i = 0; i < half; i++) {
+        float left = x[i], right = x[i + half];
+        x[i] = left * cos[i] - right * sin[i];
+        x[i + half] = right * cos[i] + left * sin[i];
+    }
+}
+
 static __attribute__((noinline)) float largest(const float *x, int64_t size) {
     float lanes[LANES], peak = x[0];
     for (int lane = 0; lane < LANES; lane++) lanes[lane] = peak;

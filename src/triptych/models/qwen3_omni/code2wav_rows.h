@@ -76,11 +76,7 @@ static __attribute__((noinline)) void attend(
     const float *cos = turn, *sin = turn + half;
     for (int head = 0; head < v->heads + v->kv_heads; head++) {
         float *x = qkv + (size_t)head * dim;
-        for (int i = 0; i < half; i++) {
-            float left = x[i], right = x[i + half];
-            x[i] = left * cos[i] - right * sin[i];
-            x[i + half] = right * cos[i] + left * sin[i];
-        }
+        rotate(x, cos, sin, half);
     }
     float scale = 1.0f / __builtin_sqrtf((float)dim), scores[padded((size_t)memory + 1, LANES)];
     for (int key_head = 0; key_head < v->kv_heads; key_head++) {

@@ -57,11 +57,7 @@ static __attribute__((noinline)) void attend(
     for (int head = 0; head < p->heads + p->kv_heads; head++) {
         float *x = qkv + (size_t)head * dim;
         rms_norm(x, qk_norm + (size_t)head * dim, p->eps * dim, x, dim);
-        for (int i = 0; i < half; i++) {
-            float left = x[i], right = x[i + half];
-            x[i] = left * cos[i] - right * sin[i];
-            x[i + half] = right * cos[i] + left * sin[i];
-        }
+        rotate(x, cos, sin, half);
     }
     float scale = 1.0f / __builtin_sqrtf((float)dim), scores[positions];
     for (int key_head = 0; key_head < p->kv_heads; key_head++) {
