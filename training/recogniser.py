@@ -16,7 +16,7 @@ from training.teacher import SAMPLE_RATE, Waveform
 
 _RATE = 16_000
 _SILENCE = int(0.2 * _RATE)
-CLOSED_BEAM = 5
+CLOSED_BEAM = 5  # transcripts
 _MAX_TOKENS = 96  # it repeats itself on noise
 # Words of the domain as the recogniser spells them. No sentence is named, so wrong speech stays wrong.
 DOMAIN = (
@@ -54,7 +54,7 @@ def _foreign() -> list[int]:
 
 
 def transcribe(waveform: Waveform, prompt: str | None = DOMAIN, *, closed: bool = False) -> str:
-    """What is said in float32 samples at 24 kHz. Greedy, so the same every time.
+    """What is said in float32 samples at 24 kHz. Nothing is drawn, so it is the same every time.
 
     `prompt` tells the recogniser what kind of words to expect; None: any English. `closed`: it has words of the domain
     alone to choose from, and weighs `CLOSED_BEAM` transcripts against each other: of the teacher's voice it then finds
