@@ -57,7 +57,7 @@ class Recorded(ResidualDraw):
     """Draws given codes, and keeps the logits that it was to draw them from."""
 
     def __init__(self, draw: ResidualDraw, codes: Tensor) -> None:
-        super().__init__(draw.uniforms, draw.greedy.tolist())
+        super().__init__(draw.uniforms, draw.greedy)
         self.codes = codes
         self.logits: list[Tensor] = []
 
@@ -70,11 +70,11 @@ def inputs(config: DecoderConfig, rows: int, dtype: torch.dtype) -> tuple[Tensor
     torch.manual_seed(1)
     hidden, first = torch.randn(2, rows, config.hidden_size).to(dtype)
     uniforms = torch.rand(rows, GROUPS - 1, dtype=torch.float64)
-    return hidden, first, ResidualDraw(uniforms, [row % 3 == 2 for row in range(rows)])
+    return hidden, first, ResidualDraw.of(uniforms, [row % 3 == 2 for row in range(rows)])
 
 
 def rows_of(draw: ResidualDraw, rows: slice) -> ResidualDraw:
-    return ResidualDraw(draw.uniforms[rows], draw.greedy[rows].tolist())
+    return ResidualDraw.of(draw.uniforms[rows], draw.greedy[rows].tolist())
 
 
 def draw_with_logits(frame: CompiledFrame, hidden: Tensor, first: Tensor, draw: ResidualDraw) -> tuple[Tensor, Tensor]:
@@ -157,7 +157,7 @@ def test_ties_are_kept_as_in_the_eager_draw(weights: list[float]) -> None:
     assert model.compiled is not None
     torch.manual_seed(0)
     hidden = torch.ones(200, 64)
-    draw = ResidualDraw(torch.rand(200, GROUPS - 1, dtype=torch.float64), [False] * 200)
+    draw = ResidualDraw.of(torch.rand(200, GROUPS - 1, dtype=torch.float64), [False] * 200)
     codes, logits = draw_with_logits(model.compiled, hidden, hidden, draw)
     assert torch.equal(codes, torch.stack([draw(logits[:, index], index) for index in range(GROUPS - 1)], dim=1))
 

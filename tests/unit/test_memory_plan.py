@@ -23,7 +23,7 @@ from triptych.layers.linear import ROW_TILE, GatedMLP, padded_rows
 from triptych.layers.moe import SparseMoE
 from triptych.layers.product import Int8Product, WidenedProduct, int8_works
 from triptych.layers.quantized_weight import QuantizedWeight
-from triptych.models.qwen3_omni.backbone import projections
+from triptych.models.qwen3_omni.backbone import Backbone, projections
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.code_predictor import FrameCache
 from triptych.models.qwen3_omni.config import OmniConfig, load_config
@@ -191,7 +191,10 @@ def test_planned_blocks_are_those_that_a_stage_makes_on_a_cpu(nano: Path, kind: 
     load = replica(planned(nano, overrides={"0": override, "1": override}), kind)
     decoder = load_config(nano).decoder(kind)
     assert decoder is not None
-    setup = set_up_decoder(load.config, decoder, 0, torch.device("cpu"), torch.float32, keep_hidden=kind == "thinker")
+    with torch.device("meta"):
+        layers = Backbone(decoder)
+    device, keep_hidden = torch.device("cpu"), kind == "thinker"
+    setup = set_up_decoder(load.config, decoder, layers, 0, device, torch.float32, keep_hidden=keep_hidden)
     assert load.starts(None)
     assert (load.blocks(None), load.blocks(None) * load.block_bytes) == (setup.cache.num_blocks, setup.cache.nbytes)
 

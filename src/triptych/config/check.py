@@ -203,12 +203,6 @@ def _check_stage(stage: StageConfig, path: str) -> None:
                 f"{path}.{field.name}",
             )
     _check_devices(stage, f"{path}.devices")
-    if not stage.enforce_eager and stage.replica(0).devices != "cpu":
-        raise ConfigError(
-            f"compiled steps are for the CPU in this version, and devices is {stage.devices!r}; write true, or leave "
-            "the key out",
-            f"{path}.enforce_eager",
-        )
     if stage.quantization == "fp8" and stage.replica(0).devices == "cpu":
         raise ConfigError(
             f"'fp8' is for CUDA devices, and the {stage.stage} is on the CPU; write int8, or leave the key out",

@@ -91,7 +91,7 @@ class StageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_kv_blocks: int = 0  # 0: from kv_cache_bytes (CPU) or gpu_memory_utilization (CUDA)
     kv_cache_bytes: int = 268435456
     gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = True  # False: a step's compiled twin, where there is one and it can be compiled
+    enforce_eager: bool = True  # False: compiled code on a CPU, recorded graphs on CUDA
     enable_prefix_caching: bool = False
     batch_invariant: bool = True
     encoder_budget: int = 4096  # patches, or frames of spectrogram, that one turn of the Thinker encodes

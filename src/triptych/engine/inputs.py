@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
+from triptych.engine.buckets import DecodeBuckets
 from triptych.engine.scheduler_config import PREFILL_CELL
 from triptych.layers.attention import PagedMetadata, PrefillPiece, RowMetadata, StepMetadata
 from triptych.layers.linear import ROW_TILE, padded_rows
@@ -25,6 +26,7 @@ class StepInputs:
 
     `sampling` names the rows whose output is drawn from.
     `positions` [3, num_rows] for M-RoPE; `sample_rows` [padded] indexes the packed rows, its own padding included.
+    `bucket`: rows and blocks a row, where these are padded to a shape that can be recorded.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -33,17 +35,28 @@ class StepInputs:
     metadata: StepMetadata
     sampling: tuple[ScheduledRow, ...]
     sample_rows: Tensor
+    bucket: tuple[int, int] | None = None
 
 
 def build_inputs(
-    batch: ScheduledBatch, *, block_size: int, device: torch.device, batch_invariant: bool, by_row: bool = False
+    batch: ScheduledBatch,
+    *,
+    block_size: int,
+    device: torch.device,
+    batch_invariant: bool,
+    by_row: bool = False,
+    buckets: DecodeBuckets | None = None,
 ) -> StepInputs:
-    """Lay out one step. Padded rows repeat nothing and reach nothing: they write to the trash block and are dropped.
+    """Lay out one step. Padded rows stand where the first row does, write to the trash block and are dropped.
 
-    `by_row`: with `RowMetadata`, else with `PagedMetadata`.
+    `by_row`: with `RowMetadata`, else with `PagedMetadata`. With `buckets` a step of decode rows alone is padded to one
+    of them, in rows and in what they look at; its padding looks at what the first row does.
     """
     tile = ROW_TILE if batch_invariant else 1
-    count = padded_rows(batch.num_tokens, tile)
+    bucket = None
+    if buckets is not None and all(map(_is_decode, batch.rows)):
+        bucket = buckets.fit(len(batch.rows), max(-(-(row.start + 1) // block_size) for row in batch.rows))
+    count = padded_rows(batch.num_tokens, tile) if bucket is None else bucket[0]
     indices = np.zeros(count, dtype=np.int64)  # of each row within its request
     slots = np.arange(count, dtype=np.int64) % block_size  # trash block, for the padded rows
     decodes = [row for row in batch.rows if _is_decode(row)]
@@ -63,6 +76,7 @@ def build_inputs(
         if row.samples:
             sampling.append(row)
             sample_rows.append(at - 1)
+    indices[at:] = indices[0]
     if sample_rows:
         sample_rows += sample_rows[:1] * (padded_rows(len(sample_rows), tile) - len(sample_rows))
     placed = torch.from_numpy(slots).to(device)
@@ -70,7 +84,7 @@ def build_inputs(
     if by_row:
         metadata = _row_metadata(rows, placed, indices[:at] + 1, block_size)
     else:
-        metadata = _paged_metadata(rows, len(decodes), placed, block_size, device, batch_invariant)
+        metadata = _paged_metadata(rows, len(decodes), placed, block_size, device, batch_invariant, bucket)
     return StepInputs(
         rows=rows,
         num_rows=count,
@@ -78,6 +92,7 @@ def build_inputs(
         metadata=metadata,
         sampling=tuple(sampling),
         sample_rows=torch.tensor(sample_rows, dtype=torch.long, device=device),
+        bucket=bucket,
     )
 
 
@@ -95,6 +110,7 @@ def _positions(rows: Sequence[ScheduledRow], indices: _Ints, device: torch.devic
             behind = slice(at + prompt.shape[1], end)
             positions[:, behind] = indices[behind] + row.request.position_delta  # in float64, then rounded once
         at = end
+    positions[:, at:] = positions[:, :1]
     return torch.from_numpy(positions).to(device)
 
 
@@ -127,9 +143,10 @@ def _paged_metadata(
     block_size: int,
     device: torch.device,
     batch_invariant: bool,
+    bucket: tuple[int, int] | None,
 ) -> PagedMetadata:
     """The first `num_decodes` of `rows` are decode rows, the others prefills."""
-    table, mask = _decode_table(rows[:num_decodes], block_size)
+    table, mask = _decode_table(rows[:num_decodes], block_size, bucket)
     pieces: list[PrefillPiece] = []
     at = num_decodes
     for row in rows[num_decodes:]:
@@ -137,21 +154,27 @@ def _paged_metadata(
         at += row.num_tokens
     return PagedMetadata(
         slots=slots,
-        num_decodes=num_decodes,
+        num_decodes=num_decodes if bucket is None else bucket[0],
         decode_blocks=torch.from_numpy(table).to(device),
         decode_mask=torch.from_numpy(mask).to(device),
         pieces=tuple(pieces),
     )
 
 
-def _decode_table(decodes: Sequence[ScheduledRow], block_size: int) -> tuple[_Ints, NDArray[np.bool_]]:
-    """Blocks and visible positions of the decode rows, as wide as the longest of them."""
+def _decode_table(
+    decodes: Sequence[ScheduledRow], block_size: int, bucket: tuple[int, int] | None
+) -> tuple[_Ints, NDArray[np.bool_]]:
+    """Blocks and visible positions of the decode rows, as wide as the longest of them; or of the rows of a bucket."""
     lengths = np.array([row.start + 1 for row in decodes], dtype=np.int64)
     width = int(-(-lengths.max() // block_size)) if decodes else 0
-    table = np.zeros((len(decodes), width), dtype=np.int64)
+    count, width = (len(decodes), width) if bucket is None else bucket
+    table = np.zeros((count, width), dtype=np.int64)
     for index, row in enumerate(decodes):
         used = row.request.block_ids[: -(-(row.start + 1) // block_size)]
         table[index, : len(used)] = used
+    if missing := count - len(decodes):
+        table[-missing:] = table[0]
+        lengths = np.concatenate((lengths, lengths[:1].repeat(missing)))
     mask = np.arange(width * block_size) < lengths[:, None]
     return table.reshape(-1), mask[:, None, None, :]
 

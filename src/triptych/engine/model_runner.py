@@ -11,26 +11,8 @@ from torch import Tensor
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.inputs import StepInputs, build_inputs
 from triptych.engine.kv_cache import KVCache
-from triptych.layers.attention import StepMetadata
+from triptych.engine.recorded_decodes import RecordedDecodes, StepModel
 from triptych.layers.decoder import BetweenLayers
-
-
-class StepModel(Protocol):
-    """The layers of a decoder, which the runner steps."""
-
-    @property
-    def by_row(self) -> bool:
-        """Whether it takes `RowMetadata`; else it takes `PagedMetadata`."""
-
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        caches: list[Tensor],
-        metadata: StepMetadata,
-        between: BetweenLayers | None = None,
-    ) -> Tensor:
-        """Rows [N, hidden] -> hidden states [N, hidden]."""
 
 
 class RowEmbedder(Protocol):
@@ -41,7 +23,10 @@ class RowEmbedder(Protocol):
 
 
 class ModelRunner:
-    """Runs one batch at a time; holds no policy. `between` says what a step does between the layers, if anything."""
+    """Runs one batch at a time; holds no policy. `between` says what a step does between the layers, if anything.
+
+    Steps of decode rows alone, with nothing between the layers, are replayed where they were `recorded`.
+    """
 
     def __init__(
         self,
@@ -52,9 +37,10 @@ class ModelRunner:
         device: torch.device,
         batch_invariant: bool,
         between: Callable[[StepInputs], BetweenLayers | None] | None = None,
+        recorded: RecordedDecodes | None = None,
     ) -> None:
         self.model, self.embed, self.cache, self.between = model, embed, cache, between
-        self.device, self.batch_invariant = device, batch_invariant
+        self.device, self.batch_invariant, self.recorded = device, batch_invariant, recorded
 
     def execute(self, batch: ScheduledBatch) -> tuple[tuple[ScheduledRow, ...], Tensor | None]:
         """Compute every row of the batch.
@@ -68,10 +54,14 @@ class ModelRunner:
             device=self.device,
             batch_invariant=self.batch_invariant,
             by_row=self.model.by_row,
+            buckets=self.recorded.buckets if self.recorded is not None else None,
         )
         x = self.embed(inputs.rows, inputs.num_rows)
         between = self.between(inputs) if self.between is not None else None
-        hidden = self.model(x, inputs.positions, self.cache.layers, inputs.metadata, between)
+        if self.recorded is not None and inputs.bucket is not None and between is None:
+            hidden = self.recorded(inputs.bucket, x, inputs)
+        else:
+            hidden = self.model(x, inputs.positions, self.cache.layers, inputs.metadata, between)
         if not inputs.sampling:
             return (), None
         return inputs.sampling, hidden.index_select(0, inputs.sample_rows)

@@ -133,7 +133,7 @@ def _thinker(stage: StageConfig, decoder: DecoderConfig, parts: Parts, on_cpu: b
         taken=tuple(taken),
         state=(_sampling(stage, decoder),),
         workspace=_step(stage, decoder, on_cpu),
-        longest_decode=_longest_decode(stage, decoder),
+        longest_decode=_longest_decode(stage, decoder, on_cpu),
     )
 
 
@@ -157,7 +157,7 @@ def _talker(stage: StageConfig, talker: TalkerConfig, text_vocab: int, parts: Pa
             Item("frame caches", frames, "at most: the code predictor's, one for each batch size"),
         ),
         workspace=max(_step(stage, talker.text, on_cpu), loading),
-        longest_decode=_longest_decode(stage, talker.text),
+        longest_decode=_longest_decode(stage, talker.text, on_cpu),
     )
 
 
@@ -213,9 +213,9 @@ def _batch_sizes(stage: StageConfig) -> range:
     return range(tile, stage.max_num_seqs + tile, tile)
 
 
-def _longest_decode(stage: StageConfig, decoder: DecoderConfig) -> int:
+def _longest_decode(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
     """Keys and values of one layer, gathered for `max_num_seqs` contexts of `max_model_len`; 0 where none are."""
-    if _is_compiled(stage):
+    if _is_compiled(stage, on_cpu):
         return 0
     values = 2 * decoder.num_key_value_heads * decoder.head_dim
     return stage.max_num_seqs * stage.max_model_len * values * DTYPE_BYTES[stage.dtype]
@@ -225,7 +225,8 @@ def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
     """The largest of what a step of `max_num_batched_tokens` rows holds at once: attention, feed-forward or logits."""
     itemsize, rows, hidden = DTYPE_BYTES[stage.dtype], stage.max_num_batched_tokens, decoder.hidden_size
     logits = stage.max_num_seqs * decoder.vocab_size * (itemsize + _SORTED_BYTES)
-    if _is_compiled(stage):  # rows in float32 as they come, normalised and as they go; the rest is for a few at a time
+    if _is_compiled(stage, on_cpu):
+        # Rows in float32 as they come, normalised and as they go; the rest is for a few at a time.
         return rows * hidden * (itemsize + 3 * 4) + logits
     turning = (decoder.num_attention_heads + decoder.num_key_value_heads) * decoder.head_dim
     values = decoder.num_key_value_heads * decoder.head_dim
@@ -244,9 +245,9 @@ def _step(stage: StageConfig, decoder: DecoderConfig, on_cpu: bool) -> int:
     return 3 * rows * hidden * itemsize + max(attention, feed_forward, logits)
 
 
-def _is_compiled(stage: StageConfig) -> bool:
+def _is_compiled(stage: StageConfig, on_cpu: bool) -> bool:
     """Whether the layers of a backbone are compiled code, if there is a compiler."""
-    return not stage.enforce_eager and stage.dtype != "float16"
+    return on_cpu and not stage.enforce_eager and stage.dtype != "float16"
 
 
 def _widest_attention(decoder: DecoderConfig) -> int:

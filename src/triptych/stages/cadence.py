@@ -37,6 +37,14 @@ class Cadence:
         affordable = 4 * (start - 1) // 3 - start + self.initial
         return max(1, min(self.full, affordable))
 
+    def later_sizes(self) -> list[int]:
+        """Every size of a chunk behind the first that does not end its stream, ascending."""
+        start, sizes = self.initial, [self.size(self.initial)]
+        while sizes[-1] < self.full:
+            start += sizes[-1]
+            sizes.append(self.size(start))
+        return sorted(set(sizes))
+
 
 def deployed_cadence(deploy: DeployConfig) -> Cadence:
     """The cadence that the connector between Talker and Code2Wav sets."""

@@ -16,14 +16,16 @@ from triptych.config.schema import SchedulingPolicy, StageKind
 from triptych.connectors.contract import Handoff
 from triptych.connectors.wire import AudioOutput, Failed, Grant, StageStats, SubmitCodec
 from triptych.errors import CheckpointError, ConfigError
+from triptych.layers.recording import Recorder
 from triptych.models.qwen3_omni.code2wav import Code2Wav
 from triptych.models.qwen3_omni.config import load_config
 from triptych.stages.arrivals import Arrivals
 from triptych.stages.cadence import Cadence, deployed_cadence
 from triptych.stages.codec_stream import Chunk, CodecFault, Codes, Stream
 from triptych.stages.contract import Outbox, StageContext, Submit
-from triptych.stages.loading import computes_with, load_model, stage_device, stage_dtype
+from triptych.stages.loading import computes_with, load_model, stage_device, stage_dtype, stage_recorder
 from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
+from triptych.stages.recorded_vocoder import RecordedVocoder
 from triptych.stages.vocoder_work import VocoderWork
 from triptych.streaming.state import StreamState
 from triptych.telemetry.stage_counts import StageCounts
@@ -62,6 +64,7 @@ class CodecStage:
         cadence: Cadence,
         max_num_seqs: int,
         max_batch: int = 1,
+        recorder: Recorder | None = None,
         policy: SchedulingPolicy = "slack",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,7 +76,12 @@ class CodecStage:
         self._order = _due_at if policy == "slack" else _ready_at
         self._clock = clock
         self._device = model.norm.device
-        self._state = StreamState(model, max_num_seqs, device=self._device, dtype=model.norm.dtype)
+        self._state = StreamState(
+            model, max_num_seqs, device=self._device, dtype=model.norm.dtype, recorded=recorder is not None
+        )
+        self._recorded: RecordedVocoder | None = None
+        if recorder is not None:
+            self._recorded = RecordedVocoder(model, self._state, cadence, recorder, max_batch=max_batch)
         self._free_slots = list(range(max_num_seqs))
         self._streams: dict[str, Stream] = {}
         self._waiting: deque[Stream] = deque()
@@ -95,9 +103,11 @@ class CodecStage:
             dtype = torch.float32
         vocoder = config.code2wav
         model = load_model(context, lambda: Code2Wav(vocoder), device, dtype)
-        model.prepare(eager=context.config.enforce_eager)
+        recorder = stage_recorder(context.config, device)
+        model.prepare(eager=context.config.enforce_eager or recorder is not None)
         return cls(
             model=model,
+            recorder=recorder,
             arrivals=Arrivals(context.receivers["talker"]),
             outbox=context.outbox,
             cadence=deployed_cadence(context.deploy),
@@ -267,7 +277,10 @@ class CodecStage:
         codes = torch.from_numpy(np.stack([self._take(chunk).T for chunk in batch])).to(self._device)
         slots = torch.tensor([chunk.stream.slot for chunk in batch], device=self._device)
         first = batch[0].stream.num_decoded == 0
-        wav = self._model(codes, self._state, slots, first=first)
+        if self._recorded is not None:
+            wav = self._recorded(codes, slots, first=first)
+        else:
+            wav = self._model(codes, self._state, slots, first=first)
         self._counts.tokens += sum(chunk.num_frames for chunk in batch)
         self._counts.worked(self._work(len(batch), batch[0].num_frames, first=first))
         samples: NDArray[np.float32] = wav.cpu().numpy().astype("<f4", copy=False)

@@ -13,13 +13,16 @@ from torch import nn
 
 from triptych.config.schema import StageConfig, StageKind
 from triptych.connectors.wire import StageStats
+from triptych.engine.buckets import decode_buckets
 from triptych.engine.engine import Engine
 from triptych.engine.kv_budget import bytes_per_block
 from triptych.engine.kv_cache import KVCache, num_blocks
+from triptych.engine.recorded_decodes import RecordedDecodes, StepModel
 from triptych.engine.scheduler import Scheduler
 from triptych.engine.scheduler_config import scheduler_config
 from triptych.errors import ConfigError
 from triptych.layers.linear import ROW_TILE
+from triptych.layers.recording import GraphRecorder, Recorder
 from triptych.models.placement import Layout, Placement
 from triptych.models.qwen3_omni.backbone import projections
 from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
@@ -42,11 +45,12 @@ M = TypeVar("M", bound=Loadable)
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSetup:
-    """What a decoder stage steps with."""
+    """What a decoder stage steps with. `recorded`: its decode steps, where they are."""
 
     device: torch.device
     cache: KVCache
     scheduler: Scheduler
+    recorded: RecordedDecodes | None = None
 
 
 def stage_device(config: StageConfig) -> torch.device:
@@ -106,19 +110,26 @@ def row_tile(config: StageConfig) -> int:
     return ROW_TILE if config.batch_invariant else 1
 
 
+def stage_recorder(config: StageConfig, device: torch.device) -> Recorder | None:
+    """What records the steps of a stage: on CUDA, unless it is to be eager. A CPU has compiled code instead."""
+    return GraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
+
+
 def set_up_decoder(
     config: StageConfig,
     decoder: DecoderConfig,
+    layers: StepModel,
     taken_bytes: int,
     device: torch.device,
     dtype: torch.dtype,
     *,
-    by_row: bool = False,
+    recorder: Recorder | None = None,
     keep_hidden: bool = False,
 ) -> DecoderSetup:
-    """Cache and scheduler of one decoder, sized by the deploy config. On a GPU `taken_bytes` go from its share.
+    """Cache and scheduler of one decoder, sized by the deploy config, and its steps, if there is a `recorder`.
 
-    `by_row`: as of `scheduler_config`. `keep_hidden`: the cache has room for one hidden state a row.
+    On a GPU `taken_bytes` go from its share. `keep_hidden`: the cache has room for one hidden state a row.
+    Raises ConfigError.
     """
     per_block = bytes_per_block(config, decoder, dtype.itemsize, keep_hidden=keep_hidden)
     blocks = num_blocks(config, per_block, device, taken_bytes)
@@ -132,9 +143,26 @@ def set_up_decoder(
         device=device,
         hidden_size=decoder.hidden_size if keep_hidden else 0,
     )
-    scheduler = Scheduler(scheduler_config(config, blocks, by_row=by_row))
+    scheduler = Scheduler(scheduler_config(config, blocks, by_row=layers.by_row))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)
-    return DecoderSetup(device=device, cache=cache, scheduler=scheduler)
+    recorded = _record(config, decoder, layers, cache, recorder) if recorder is not None else None
+    return DecoderSetup(device=device, cache=cache, scheduler=scheduler, recorded=recorded)
+
+
+def _record(
+    config: StageConfig, decoder: DecoderConfig, layers: StepModel, cache: KVCache, recorder: Recorder
+) -> RecordedDecodes:
+    """The decode steps of every shape that the deploy config allows."""
+    started = time.monotonic()
+    buckets = decode_buckets(
+        max_rows=config.max_num_seqs,
+        row_tile=row_tile(config),
+        max_blocks=-(-config.max_model_len // config.block_size),
+    )
+    recorded = RecordedDecodes(layers, cache, buckets, recorder, hidden_size=decoder.hidden_size)
+    count, seconds = len(buckets.rows) * len(buckets.blocks), time.monotonic() - started
+    logger.info("%s: decode steps of %d shapes recorded in %.2f s", config.stage, count, seconds)
+    return recorded
 
 
 class _ComputesWith(TypedDict):

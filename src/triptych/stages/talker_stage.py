@@ -44,8 +44,10 @@ from triptych.stages.loading import (
     set_up_decoder,
     stage_device,
     stage_dtype,
+    stage_recorder,
 )
 from triptych.stages.playout_clock import START_WAIT_S, PlayoutClock
+from triptych.stages.recorded_frames import RecordedFrames
 from triptych.stages.residual_draw import ResidualDraw
 from triptych.stages.speech_rows import SpeechRows
 from triptych.telemetry.stage_counts import StageCounts
@@ -76,6 +78,7 @@ class TalkerStage:
         arrivals: Arrivals,
         handoffs: Handoffs,
         cadence: Cadence,
+        frames: RecordedFrames | None = None,
         by_slack: bool,
         batch_invariant: bool,
         frames_per_text_token: int,
@@ -93,7 +96,9 @@ class TalkerStage:
             cache=setup.cache,
             device=setup.device,
             batch_invariant=batch_invariant,
+            recorded=setup.recorded,
         )
+        self.residual_codes = model.residual_codes if frames is None else frames
         self.counts = StageCounts(transfers={"code2wav": handoffs.transfers})
         self.cost = StepCost() if by_slack else None
         sizes = {
@@ -119,14 +124,18 @@ class TalkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Talker(checkpoint), device, dtype)
-        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager)
+        recorder = stage_recorder(context.config, device)
+        tile = row_tile(context.config)
+        model.prepare(row_tile=tile, eager=context.config.enforce_eager or recorder is not None)
         taken_bytes = allocated_bytes(device) - before
+        seats = context.config.max_num_seqs
         return cls(
             model=model,
             config=checkpoint,
             setup=set_up_decoder(
-                context.config, model.config, taken_bytes, device, dtype, by_row=model.backbone.by_row
+                context.config, model.config, model.backbone, taken_bytes, device, dtype, recorder=recorder
             ),
+            frames=RecordedFrames(model, recorder, max_frames=seats, row_tile=tile) if recorder is not None else None,
             outbox=context.outbox,
             arrivals=Arrivals(context.receivers["thinker"]),
             handoffs=Handoffs(context.senders["code2wav"], async_chunk=context.deploy.async_chunk),
@@ -271,11 +280,11 @@ class TalkerStage:
         self, requests: list[SpeechRows], hidden: Tensor, first: Tensor, slots: list[int], positions: list[int]
     ) -> list[list[int]]:
         """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
-        draw = ResidualDraw(
+        draw = ResidualDraw.of(
             uniforms=torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device),
             greedy=[speech.engine.params.temperature == 0 for speech in requests],
         )
-        codes = self.model.residual_codes(hidden, first, draw)
+        codes = self.residual_codes(hidden, first, draw)
         frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes), dim=1).tolist()
         return frames
 

@@ -45,6 +45,7 @@ from triptych.stages.loading import (
     set_up_decoder,
     stage_device,
     stage_dtype,
+    stage_recorder,
 )
 from triptych.stages.prompt_media import MediaLayers, PromptMedia
 from triptych.telemetry.stage_counts import StageCounts
@@ -104,6 +105,7 @@ class ThinkerStage:
             device=setup.device,
             batch_invariant=batch_invariant,
             between=self._between,
+            recorded=setup.recorded,
         )
         sizes = {
             "weight_bytes": model.head.itemsize,
@@ -123,7 +125,8 @@ class ThinkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
-        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager)
+        recorder = stage_recorder(context.config, device)
+        model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager or recorder is not None)
         line = EncoderLine.load(context, device, dtype)
         # What encoded media may hold is not the cache's either.
         taken_bytes = allocated_bytes(device) - before + (line.ahead_bytes if line is not None else 0)
@@ -134,10 +137,11 @@ class ThinkerStage:
             setup=set_up_decoder(
                 context.config,
                 checkpoint.thinker,
+                model.backbone,
                 taken_bytes,
                 device,
                 dtype,
-                by_row=model.backbone.by_row,
+                recorder=recorder,
                 keep_hidden=senders is not None,
             ),
             line=line,

@@ -25,11 +25,22 @@ class StreamState:
 
     Rows of a padded batch point at `trash_slot`: they compute and write like any other, and nobody reads them.
     A stream's first chunk overwrites all of its slot, so `reset` is needed only where old data must not stay in memory.
+    Steps that are `recorded` read their slots when they are replayed.
     """
 
-    def __init__(self, model: nn.Module, num_slots: int, *, device: torch.device | str, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        num_slots: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        recorded: bool = False,
+    ) -> None:
         self.num_slots = num_slots
         self.trash_slot = num_slots
+        # One stream on CPU is addressed as a slice: gathering and scattering by index costs more than small layers do.
+        self._slices = torch.device(device).type == "cpu" and not recorded
         self.num_frames = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._histories: dict[StreamingLayer, Tensor] = {
             layer: torch.zeros(num_slots + 1, *layer.history_shape, device=device, dtype=dtype)
@@ -44,8 +55,7 @@ class StreamState:
 
     def chunk(self, slots: Tensor, *, first: bool) -> StreamChunk:
         """The state as one batch of chunks sees it. `slots` is int64 [B]; no two rows share a slot but the trash."""
-        # One stream on CPU is addressed as a slice: gathering and scattering by index costs more than small layers do.
-        single = int(slots) if slots.numel() == 1 and slots.device.type == "cpu" else None
+        single = int(slots) if self._slices and slots.numel() == 1 else None
         return StreamChunk(self.num_frames, self._histories, slots, first, single)
 
     def reset(self, slots: Tensor) -> None:

@@ -155,21 +155,25 @@ class CodePredictor(nn.Module):
         """The loop as PyTorch's operations, over whole tiles of rows."""
         count, width = hidden.shape
         batch = padded_rows(count, self.row_tile)
-        # Padding repeats the first row, so it repeats what the first row drew.
-        pad = torch.tensor([*range(count), *[0] * (batch - count)], device=hidden.device)
         cache = self.caches.get(batch)
         if cache is None:
             cache = self.caches[batch] = FrameCache(self.config, batch, self.residuals + 1, hidden)
-        x = torch.stack((hidden[pad], first[pad]), dim=1).view(2 * batch, width)
+        x = torch.stack((_padded(hidden, batch), _padded(first, batch)), dim=1).view(2 * batch, width)
         (cos_0, sin_0), (cos_1, sin_1) = self.angles[:2]
         cos, sin = torch.cat((cos_0, cos_1)).repeat(batch, 1, 1), torch.cat((sin_0, sin_1)).repeat(batch, 1, 1)
         codes: list[Tensor] = []
         for index, head in enumerate(self.draws):
             if index:
-                x = F.embedding(codes[-1][pad], self.embeddings[index - 1])
+                x = F.embedding(_padded(codes[-1], batch), self.embeddings[index - 1])
                 cos, sin = self.angles[index + 1]
             for step, attend in zip(self.steps, cache.attends[index + 1], strict=True):
                 x = step(x, cos, sin, attend)
             last = x if index else x.view(batch, 2, width)[:, 1]
             codes.append(draw(head(self.norm.forward(last)).float()[:count], index))
         return torch.stack(codes, dim=1)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """`count` rows: the first is repeated behind `rows`, and so is what it drew."""
+    missing = count - rows.shape[0]
+    return torch.cat((rows, rows[:1].expand(missing, *rows.shape[1:]))) if missing else rows
