@@ -26,6 +26,12 @@ def test_every_step_that_a_deploy_config_allows_has_a_shape(rows: int, blocks: i
     assert (wide, long) in buckets.largest_first()
 
 
+def test_a_shape_whose_memory_is_too_much_is_not_recorded() -> None:
+    buckets = decode_buckets(max_rows=8, row_tile=4, max_blocks=64, most=256)
+    assert buckets.largest_first() == [(4, 64), (8, 16), (4, 16)]
+    assert (buckets.fit(3, 60), buckets.fit(5, 60), buckets.fit(5, 10)) == ((4, 64), None, (8, 16))
+
+
 def test_a_short_context_has_one_table() -> None:
     assert decode_buckets(max_rows=3, row_tile=1, max_blocks=5) == DecodeBuckets((1, 2, 3), (5,))
 

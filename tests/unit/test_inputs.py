@@ -51,5 +51,5 @@ def test_a_short_row_beside_a_long_one_sees_only_its_own() -> None:
         ScheduledRow(request("a", 4, 70, [8, 9, 10, 11, 12]), 69, 1, True),
         ScheduledRow(request("b", 4, 18, [2, 3]), 17, 1, True),
     )
-    assert inputs.metadata.decode_blocks.view(2, -1).tolist() == [[8, 9, 10, 11, 12], [2, 3, 0, 0, 0]]
+    assert inputs.metadata.decode_blocks.view(2, -1).tolist() == [[8, 9, 10, 11, 12], [2, 3, 2, 2, 2]], "its own"
     assert inputs.metadata.decode_mask.flatten(1).sum(1).tolist() == [70, 18]

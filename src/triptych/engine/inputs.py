@@ -53,7 +53,7 @@ def build_inputs(
     of them, in rows and in what they look at; its padding looks at what the first row does.
     """
     tile = ROW_TILE if batch_invariant else 1
-    bucket = None
+    bucket: tuple[int, int] | None = None
     if buckets is not None and all(map(_is_decode, batch.rows)):
         bucket = buckets.fit(len(batch.rows), max(-(-(row.start + 1) // block_size) for row in batch.rows))
     count = padded_rows(batch.num_tokens, tile) if bucket is None else bucket[0]
@@ -146,7 +146,9 @@ def _paged_metadata(
     bucket: tuple[int, int] | None,
 ) -> PagedMetadata:
     """The first `num_decodes` of `rows` are decode rows, the others prefills."""
-    table, mask = _decode_table(rows[:num_decodes], block_size, bucket)
+    table, lengths = _decode_table(rows[:num_decodes], block_size, bucket)
+    places = torch.arange(table.shape[1] * block_size, device=device)
+    visible = places < torch.from_numpy(lengths).to(device).unsqueeze(1)
     pieces: list[PrefillPiece] = []
     at = num_decodes
     for row in rows[num_decodes:]:
@@ -155,16 +157,20 @@ def _paged_metadata(
     return PagedMetadata(
         slots=slots,
         num_decodes=num_decodes if bucket is None else bucket[0],
-        decode_blocks=torch.from_numpy(table).to(device),
-        decode_mask=torch.from_numpy(mask).to(device),
+        decode_blocks=torch.from_numpy(table.reshape(-1)).to(device),
+        decode_mask=visible[:, None, None],
         pieces=tuple(pieces),
     )
 
 
 def _decode_table(
     decodes: Sequence[ScheduledRow], block_size: int, bucket: tuple[int, int] | None
-) -> tuple[_Ints, NDArray[np.bool_]]:
-    """Blocks and visible positions of the decode rows, as wide as the longest of them; or of the rows of a bucket."""
+) -> tuple[_Ints, _Ints]:
+    """Blocks [rows, width] and lengths [rows] of decode rows, as wide as the longest of them; or of a bucket's rows.
+
+    Behind its blocks a row has its first one again, which it does not look at there: even what is masked is read, and
+    NaN survives a mask, so a row must not read what another may have written.
+    """
     lengths = np.array([row.start + 1 for row in decodes], dtype=np.int64)
     width = int(-(-lengths.max() // block_size)) if decodes else 0
     count, width = (len(decodes), width) if bucket is None else bucket
@@ -172,11 +178,11 @@ def _decode_table(
     for index, row in enumerate(decodes):
         used = row.request.block_ids[: -(-(row.start + 1) // block_size)]
         table[index, : len(used)] = used
+        table[index, len(used) :] = used[0]
     if missing := count - len(decodes):
         table[-missing:] = table[0]
         lengths = np.concatenate((lengths, lengths[:1].repeat(missing)))
-    mask = np.arange(width * block_size) < lengths[:, None]
-    return table.reshape(-1), mask[:, None, None, :]
+    return table, lengths
 
 
 def _pieces(

@@ -48,7 +48,7 @@ class RecordedDecodes:
             }
 
     def __call__(self, bucket: tuple[int, int], x: Tensor, inputs: StepInputs) -> Tensor:
-        """Rows x [rows of the bucket, hidden] -> hidden states of the same shape, until the next call."""
+        """Rows x [rows of the bucket, hidden] -> hidden states of the same shape; see `Recording` for how long."""
         metadata = inputs.metadata
         assert isinstance(metadata, PagedMetadata)
         return self._recordings[bucket](

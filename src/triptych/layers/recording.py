@@ -33,18 +33,24 @@ class GraphRecorder:
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Raises ConfigError where a step waits for the device, or does else what no graph can hold."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            step()  # libraries choose their kernels in a first run, and that is not for the graph
+        """Raises ConfigError where a step waits for the device, needs more memory than there is, or does else what no
+        graph can hold."""
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
-                result = step()
-        except RuntimeError as error:
-            raise ConfigError(f"a step is no CUDA graph ({error}); write true", "enforce_eager") from error
-        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+        with torch.cuda.device(self.device):  # a capture waits for the current device
+            before = torch.cuda.current_stream()
+            self.stream.wait_stream(before)
+            try:
+                with torch.cuda.stream(self.stream):
+                    step()  # libraries choose their kernels in a first run, and that is not for the graph
+                # Other threads may use the device meanwhile.
+                with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+                    result = step()
+            except RuntimeError as error:
+                torch.cuda.set_stream(before)  # a capture that fails leaves its own
+                # It ends with an error that says only that there was one: the cause is behind it.
+                cause = error.__context__ or error
+                raise ConfigError(f"a step could not be recorded ({cause}); write true", "enforce_eager") from error
+            before.wait_stream(self.stream)
         return graph.replay, result
 
 
@@ -58,7 +64,8 @@ class Recording:
         self.replay, self.result = recorder(lambda: function(*self.inputs))
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """The result for `inputs`, of the recorded shapes. It lies in memory that the next call writes.
+        """The result for `inputs`, of the recorded shapes. It may be overwritten by the next replay of any step of the
+        same recorder: they share memory.
 
         Not `whole`: inputs may have fewer rows than were recorded. The rest then holds what it held, so this is for a
         function of independent rows, and the rows that count are the first of the result.

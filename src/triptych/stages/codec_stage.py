@@ -103,7 +103,7 @@ class CodecStage:
             dtype = torch.float32
         vocoder = config.code2wav
         model = load_model(context, lambda: Code2Wav(vocoder), device, dtype)
-        recorder = stage_recorder(context.config, device)
+        recorder = stage_recorder(context.config, device, dtype)
         model.prepare(eager=context.config.enforce_eager or recorder is not None)
         return cls(
             model=model,

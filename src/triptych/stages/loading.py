@@ -31,6 +31,9 @@ from triptych.stages.contract import StageContext
 
 logger = logging.getLogger(__name__)
 
+_GROUPED = (9, 10)  # major CUDA capabilities with grouped products that leave the groups' ends on the device
+_RECORDED_SHARE = 4  # of the memory that is free beside the KV cache, one part of so many is for recorded steps
+
 
 class Loadable(Protocol):
     """A model that is built on the meta device and filled from `placements`."""
@@ -110,9 +113,25 @@ def row_tile(config: StageConfig) -> int:
     return ROW_TILE if config.batch_invariant else 1
 
 
-def stage_recorder(config: StageConfig, device: torch.device) -> Recorder | None:
-    """What records the steps of a stage: on CUDA, unless it is to be eager. A CPU has compiled code instead."""
-    return GraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
+def stage_recorder(
+    config: StageConfig, device: torch.device, dtype: torch.dtype, decoder: DecoderConfig | None = None
+) -> Recorder | None:
+    """What records the steps of a stage: on CUDA, unless it is to be eager. A CPU has compiled code instead.
+
+    Raises ConfigError where the experts of `decoder` have no product that could be recorded.
+    """
+    if device.type != "cuda" or config.enforce_eager:
+        return None
+    sparse = decoder is not None and any(map(decoder.is_sparse, range(decoder.num_hidden_layers)))
+    capability = torch.cuda.get_device_capability(device)
+    if sparse and (dtype != torch.bfloat16 or capability[0] not in _GROUPED):
+        raise ConfigError(
+            f"steps with experts in {str(dtype).removeprefix('torch.')} on a device of capability "
+            f"{'.'.join(map(str, capability))} cannot be recorded: PyTorch has grouped products that do not ask the "
+            f"host in bfloat16, on capability {' and '.join(map(str, _GROUPED))}; write true",
+            f"stages[{config.stage_id}].enforce_eager",
+        )
+    return GraphRecorder(device)
 
 
 def set_up_decoder(
@@ -158,11 +177,21 @@ def _record(
         max_rows=config.max_num_seqs,
         row_tile=row_tile(config),
         max_blocks=-(-config.max_model_len // config.block_size),
+        most=_most_blocks(cache),
     )
     recorded = RecordedDecodes(layers, cache, buckets, recorder, hidden_size=decoder.hidden_size)
-    count, seconds = len(buckets.rows) * len(buckets.blocks), time.monotonic() - started
+    count, seconds = len(buckets.largest_first()), time.monotonic() - started
     logger.info("%s: decode steps of %d shapes recorded in %.2f s", config.stage, count, seconds)
     return recorded
+
+
+def _most_blocks(cache: KVCache) -> int | None:
+    """How many blocks the largest recorded step may gather, keys and values of one layer, and attend to beside them."""
+    layer = cache.layers[0]
+    if layer.device.type != "cuda":
+        return None
+    free_bytes = torch.cuda.mem_get_info(layer.device)[0]
+    return int(free_bytes // _RECORDED_SHARE // (2 * layer[0].nbytes))
 
 
 class _ComputesWith(TypedDict):

@@ -26,7 +26,7 @@ class RecordedFrames:
             }
 
     def __call__(self, hidden: Tensor, first: Tensor, draw: ResidualDraw) -> Tensor:
-        """As `Talker.residual_codes`; the codes [n, residuals] stay until the next call."""
+        """As `Talker.residual_codes`; see `Recording` for how long the codes [n, residuals] stay."""
         count = first.shape[0]
         recording = self._recordings[smallest(self.sizes, count)]
         return recording(hidden[:count], first, draw.uniforms, draw.greedy)[:count]

@@ -36,7 +36,7 @@ class RecordedVocoder:
             }
 
     def __call__(self, codes: Tensor, slots: Tensor, *, first: bool) -> Tensor:
-        """As `Code2Wav.forward` with a state; the samples [B, n] stay until the next call."""
+        """As `Code2Wav.forward` with a state; see `Recording` for how long the samples [B, n] stay."""
         count, _, frames = codes.shape
         size = smallest(self.sizes, count)
         recording = self._recordings.get((size, frames, first))

@@ -124,7 +124,7 @@ class TalkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Talker(checkpoint), device, dtype)
-        recorder = stage_recorder(context.config, device)
+        recorder = stage_recorder(context.config, device, dtype, model.config)
         tile = row_tile(context.config)
         model.prepare(row_tile=tile, eager=context.config.enforce_eager or recorder is not None)
         taken_bytes = allocated_bytes(device) - before

@@ -125,7 +125,7 @@ class ThinkerStage:
         device, dtype = stage_device(context.config), stage_dtype(context.config, checkpoint)
         before = allocated_bytes(device)
         model = load_model(context, lambda: Thinker(checkpoint), device, dtype)
-        recorder = stage_recorder(context.config, device)
+        recorder = stage_recorder(context.config, device, dtype, checkpoint.thinker)
         model.prepare(row_tile=row_tile(context.config), eager=context.config.enforce_eager or recorder is not None)
         line = EncoderLine.load(context, device, dtype)
         # What encoded media may hold is not the cache's either.
