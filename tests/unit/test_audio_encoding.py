@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import wave
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import av
@@ -138,9 +140,25 @@ def test_almost_no_audio_is_still_a_valid_file(audio_format: AudioFormat, stream
         assert 0 < len(decode(data)) < RATE // 4
 
 
-def test_abandoned_encoder_does_no_harm() -> None:
+def test_an_abandoned_encoder_holds_no_threads() -> None:
+    before = len(os.listdir("/proc/self/task"))
     for audio_format in FORMATS:
-        make_encoder(audio_format, streaming=True).encode(tone(0.2))
+        for _ in range(10):
+            encoder = make_encoder(audio_format, streaming=True)
+            encoder.encode(tone(0.2))
+            encoder.close()
+            encoder.close()
+            assert encoder.encode(tone(0.1)) == b"" or audio_format in ("pcm16", "wav")
+    assert len(os.listdir("/proc/self/task")) <= before
+
+
+def test_an_encoder_is_closed_while_another_thread_encodes() -> None:
+    for audio_format in FORMATS:
+        encoder = make_encoder(audio_format, streaming=True)
+        with ThreadPoolExecutor(2) as pool:
+            encoded = [pool.submit(encoder.encode, tone(1.0)) for _ in range(4)]
+            pool.submit(encoder.close).result()
+            assert all(isinstance(part.result(), bytes) for part in encoded)
 
 
 def test_format_without_its_encoder_is_not_encodable(monkeypatch: pytest.MonkeyPatch) -> None:

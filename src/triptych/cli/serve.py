@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from triptych.pipeline.supervisor import Progress
     from triptych.server.tracing import Tracing
 
-GRACE_S = 5  # how long answers under way may go on after a stop
+LAST_WORDS_S = 2  # for answers that are told that the server stops, to tell their clients
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,14 @@ def command(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="A name for clients to use; may be given again. Default: MODEL.")
     ] = None,
+    shutdown_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that answers under way may go on after Ctrl-C or SIGTERM; a second one ends them.",
+            min=0,
+            max=3600,
+        ),
+    ] = 20,
     profile: Annotated[
         Path | None,
         typer.Option(help="Write a trace of some steps of every stage into this folder.", metavar="DIR"),
@@ -139,7 +147,13 @@ def command(
         logger.info("starting %s with %s: %s", model, plan.profile, stages)
         status = asyncio.run(
             _serve_until_stopped(
-                plan, listener, served_model_name or [model], api_key, log_level.value, otlp_traces_endpoint
+                plan,
+                listener,
+                served_model_name or [model],
+                api_key,
+                log_level.value,
+                otlp_traces_endpoint,
+                shutdown_timeout,
             )
         )
         raise typer.Exit(status)
@@ -230,9 +244,13 @@ async def serving(
     on_progress: Progress,
     warm: bool = True,
     otlp_traces_endpoint: str | None = None,
+    shutdown_timeout_s: float = 0,
+    hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests.
 
+    On leaving, answers under way have `shutdown_timeout_s` to end, or until `hurry` is set; the others then end with an
+    error.
     `warm` starts the first media worker then, instead of when the first file comes. Traces of requests go to
     `otlp_traces_endpoint`, as far as there is one.
     """
@@ -294,7 +312,6 @@ async def serving(
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                timeout_graceful_shutdown=GRACE_S,
             )
         )
         answering = asyncio.create_task(server.answering.wait())
@@ -309,6 +326,14 @@ async def serving(
         finally:
             answering.cancel()
             server.should_exit = True
+            hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
+            await asyncio.wait({task, hurried}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            orchestrator.refuse()
+            await asyncio.wait({task}, timeout=LAST_WORDS_S)
+            # Who still sends a request, or does not read an answer, is cut off.
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
             await asyncio.wait({task})
 
 
@@ -319,6 +344,7 @@ async def _serve_until_stopped(
     api_key: str | None,
     log_level: str,
     otlp_traces_endpoint: str | None,
+    shutdown_timeout_s: float,
 ) -> int:
     """Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
     from triptych.cli.progress import LoadDisplay
@@ -328,8 +354,12 @@ async def _serve_until_stopped(
     this = asyncio.current_task()
     assert this is not None
 
+    hurry = asyncio.Event()
+
     def stop(number: signal.Signals) -> None:
-        if not received:  # stopping is bounded by itself: a second signal changes nothing
+        if received:
+            hurry.set()
+        else:
             this.cancel()
         received.append(number)
 
@@ -348,6 +378,8 @@ async def _serve_until_stopped(
                         log_level=log_level,
                         on_progress=display,
                         otlp_traces_endpoint=otlp_traces_endpoint,
+                        shutdown_timeout_s=shutdown_timeout_s,
+                        hurry=hurry,
                     )
                 )
             typer.echo(f"ready in {time.monotonic() - started:.1f} s at {url_of(listener)}", err=True)

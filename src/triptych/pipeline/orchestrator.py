@@ -59,7 +59,7 @@ class Orchestrator:
         self._warming: asyncio.Task[None] | None = None
         self._warm_up_numbers = itertools.count()
         self._started = False
-        self._closed = False
+        self._refuses = self._closed = False
         supervisor.listen(receive=self._receive, on_loaded=self._on_loaded, on_down=self._requests.lose)
 
     @classmethod
@@ -111,7 +111,7 @@ class Orchestrator:
 
     def check_room(self, *, speak: bool) -> None:
         """Raise the CapacityError that `submit` would raise now, before more work goes into a request."""
-        if self._closed:
+        if self._refuses:
             raise CapacityError("the server is shutting down", status=503)
         for stage in self._deploy.stages:
             if speak or stage.stage == "thinker":
@@ -133,7 +133,7 @@ class Orchestrator:
         processes = self._supervisor.processes
         places = len(self._supervisor.replicas("thinker")) * self._max_num_seqs
         return PipelineHealth(
-            ready=not self._closed and all(self._up(stage.stage) for stage in self._deploy.stages),
+            ready=not self._refuses and all(self._up(stage.stage) for stage in self._deploy.stages),
             processes={name: process.health(now) for name, process in processes.items()},
             stages={
                 process.replica_of(kind): msgspec.structs.replace(stats, replica=process.replica)
@@ -145,12 +145,17 @@ class Orchestrator:
             freeing=self._requests.num_freeing,
         )
 
+    def refuse(self) -> None:
+        """Take no request any more, and fail what is running. Idempotent."""
+        self._refuses = True
+        self._requests.fail_all(CapacityError("the server is shutting down", status=503))
+
     async def close(self) -> None:
         """Fail what is running, stop every process within 5 s, and remove every trace of the run. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._requests.fail_all(CapacityError("the server is shutting down", status=503))
+        self.refuse()
         if self._warming is not None:
             self._warming.cancel()
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import io
 import struct
+import threading
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -21,7 +22,10 @@ _UNKNOWN_SIZE = 0xFFFFFFFF  # what a WAV header says while the length is not kno
 
 
 class Encoder(Protocol):
-    """One reply's audio. `encode` and `finish` return b"" when nothing is ready; `finish` is called once, last."""
+    """One reply's audio. `encode` and `finish` return b"" when nothing is ready; `finish` is called once, last.
+
+    `close` gives up what the encoder holds, at any time and from any thread. Idempotent; nothing is encoded after it.
+    """
 
     blocking: bool
 
@@ -30,6 +34,8 @@ class Encoder(Protocol):
 
     def finish(self) -> bytes:
         """The bytes that were still held back."""
+
+    def close(self) -> None: ...
 
 
 class _Codec:
@@ -103,6 +109,9 @@ class PCMEncoder:
     def finish(self) -> bytes:
         return b""
 
+    def close(self) -> None:
+        """It holds nothing."""
+
 
 class StreamedWAVEncoder:
     """One header with placeholder sizes before the first samples, then raw samples: the pieces join to one file."""
@@ -117,6 +126,9 @@ class StreamedWAVEncoder:
 
     def finish(self) -> bytes:
         return self._take_header()  # a reply without any audio is still a valid, empty file
+
+    def close(self) -> None:
+        """It holds nothing."""
 
     def _take_header(self) -> bytes:
         header, self._header = self._header, b""
@@ -139,6 +151,9 @@ class _WholeWAVEncoder:
     def finish(self) -> bytes:
         body = b"".join(self._parts)
         return wav_header(len(body), sample_rate=self._sample_rate) + body
+
+    def close(self) -> None:
+        self._parts.clear()
 
 
 class _Sink:
@@ -175,16 +190,29 @@ class CompressedEncoder:
         if codec.bit_rate:
             self._stream.bit_rate = codec.bit_rate
         self._num_samples = 0
+        self._turn, self._closed = threading.Lock(), False  # a reply may be given up while a thread encodes it
 
     def encode(self, samples: NDArray[np.float32]) -> bytes:
-        self._write(samples)
-        return self._take()
+        with self._turn:
+            if self._closed:
+                return b""
+            self._write(samples)
+            return self._take()
 
     def finish(self) -> bytes:
-        self._write(np.zeros(max(0, self._rate * 80 // 1000 - self._num_samples), np.float32))
-        self._container.mux(self._stream.encode(None))
-        self._container.close()
+        with self._turn:
+            if not self._closed:
+                self._write(np.zeros(max(0, self._rate * 80 // 1000 - self._num_samples), np.float32))
+                self._container.mux(self._stream.encode(None))
+        self.close()
         return self._sink.getvalue() if isinstance(self._sink, io.BytesIO) else self._take()
+
+    def close(self) -> None:
+        """Until then FFmpeg holds megabytes and threads, which Python's collector finds late."""
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self._container.close()
 
     def _write(self, samples: NDArray[np.float32]) -> None:
         if samples.size:

@@ -115,6 +115,13 @@ class Call:
     includes_usage: bool
     has_logprobs: bool
 
+    async def aclose(self, error: BaseException | None = None) -> None:
+        """Let go of the request and of its encoder. `error` as in `Events.aclose`."""
+        await self.events.aclose(error)
+        if self.encoder is not None:
+            # On a thread, as another may be encoding; and to its end, though the request's task is cancelled.
+            await asyncio.shield(asyncio.to_thread(self.encoder.close))
+
 
 class Chat:
     """The endpoint. `model_names` are the names a request may give. `tracing` None: no request is traced."""
@@ -155,15 +162,16 @@ class Chat:
         try:
             if not call.streams:
                 answer = await sse.until_disconnect(http.receive, self._whole(call))
+                await call.aclose()
                 return Response(msgspec.json.encode(answer), media_type="application/json", headers=headers)
             # Headers wait for the first event, so that a request which fails before it gets an honest status.
             first = await sse.until_disconnect(http.receive, call.events.next())
             if clock.trace is not None:
                 clock.trace.sends_headers()
         except BaseException as error:
-            await call.events.aclose(error)
+            await call.aclose(error)
             raise
-        return sse.EventResponse(self._stream(call, first), call.events.aclose, headers)
+        return sse.EventResponse(self._stream(call, first), call.aclose, headers)
 
     async def _submit(self, http: Request, clock: RequestClock, grow: Callable[[int], None]) -> Call:
         body = await sse.read_json_body(http, self._deploy.media.max_body_bytes, self._deploy.request_timeout_s, grow)
@@ -183,7 +191,6 @@ class Chat:
                     await sse.until_disconnect(http.receive, self._load(parts, request, media, arrival))
                 parts.clear()
             generation = await asyncio.to_thread(self._prepare, request, completion.id, media.lease)
-            encoder = self._encoder(request)
             generation = dataclasses.replace(generation, arrival=arrival)
             if trace is not None:
                 generation = dataclasses.replace(generation, on_stage=trace.stage)
@@ -197,7 +204,7 @@ class Chat:
         return Call(
             completion=completion,
             events=Events(stream, clock),
-            encoder=encoder,
+            encoder=self._encoder(request),
             wants_text=request.wants_text,
             streams=bool(request.stream),
             includes_usage=request.includes_usage,
@@ -296,9 +303,11 @@ class Chat:
             async for chunk in self._chunks(call, first):
                 yield sse.event({"usage": None} | chunk if call.includes_usage else chunk)
         except Exception as error:
-            if not isinstance(error, TriptychError):
+            if isinstance(error, TriptychError):
+                logger.warning("request %s failed while it was streamed: %s", call.completion.id, error)
+            else:
                 logger.exception("request %s failed while it was streamed", call.completion.id)
-            await call.events.aclose(error)
+            await call.aclose(error)
             yield sse.event(error_body(error))
             return
         yield sse.DONE
