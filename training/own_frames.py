@@ -13,9 +13,10 @@ from training.checkpoints import load_state, seed_step
 from training.code_bank import Frames, build_bank
 from training.domain import Sample
 from training.rows import SpeechExample
+from training.talker_batch import Batch
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
-from training.train_talker import Batch, SpokenExamples, TalkerTrainee
+from training.train_talker import SpokenExamples, TalkerTrainee
 from triptych.models.qwen3_omni.config import parse_config
 
 BATCH, SEED = 16, 11

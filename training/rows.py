@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -29,6 +29,7 @@ class SpeechExample:
     first: int
     words: list[int] = field(default_factory=list)  # [frames], the token said in each, UNKNOWN in pauses
     phones: list[int] = field(default_factory=list)  # [frames]
+    sources: list[int] = field(default_factory=list)  # [frames], the row in which the word was given, UNKNOWN if none
 
 
 def chat(tokenizer: Tokenizer, history: Sequence[Exchange], question: str, system: str | None = None) -> list[int]:
@@ -70,3 +71,9 @@ def speech_example(
 
 def _lone(codec_id: int | None, groups: int) -> list[int]:
     return [NO_CODE if codec_id is None else codec_id, *[NO_CODE] * (groups - 1)]
+
+
+def sources(words: Sequence[int | None], token_of: Mapping[int, int], first: int) -> list[int]:
+    """The row that gave the word of each frame; UNKNOWN in pauses, and where a word is said before it was given."""
+    rows = [None if word is None else first + token_of[word] for word in words]
+    return [UNKNOWN if row is None or row > first + frame else row for frame, row in enumerate(rows)]

@@ -37,6 +37,7 @@ SHALLOW = 0.5  # of the crops then have their first few codebooks alone, so that
 OWN_UTTERANCES = 1_500  # that the Talker says itself
 CLOSED = 0.15  # of the crops then, answers of closed lists
 CLARITY = 0.3  # weight of what the phone ear hears
+OPENINGS, LEAD = 0.3, 4  # of the batches, those of first frames; in the others so many frames are not heard
 SEED = 1
 
 
@@ -54,17 +55,19 @@ class Crops:
             chances.append(share * lengths / lengths.sum())
         self.chances = np.concatenate(chances)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    def batch(self, step: int) -> tuple[Tensor, Tensor, list[tuple[int, int]], int]:
         """Mel [B, 80, 8 (FRAMES + 2 CONTEXT)], waveforms [B, 1920 FRAMES]; silence where an utterance is shorter.
 
-        And of which recording each crop is, and its first frame.
+        And of which recording each crop is, and its first frame; and how many frames only lead up to what is heard:
+        none where all crops begin with their utterance, as served ones do.
         """
         rng = step_generator(SEED, step)
+        opening = rng.random() < OPENINGS
         mels, waveforms, places = [], [], []
         for index in rng.choice(len(self.recordings), BATCH, p=self.chances):
             store, place = self.recordings[index]
             frames = store.utterances[place].samples // FRAME
-            first = int(rng.integers(0, max(1, frames - FRAMES + 1)))
+            first = 0 if opening else int(rng.integers(0, max(1, frames - FRAMES + 1)))
             start, end = first - CONTEXT, first + FRAMES + CONTEXT
             whole = torch.from_numpy(
                 store.waveform(place, max(0, start) * FRAME, (min(end, frames) - max(0, start)) * FRAME)
@@ -74,7 +77,7 @@ class Crops:
             mels.append(log_mel(whole[None])[0])
             waveforms.append(whole[CONTEXT * FRAME : (CONTEXT + FRAMES) * FRAME])
             places.append((int(index), first))
-        return torch.stack(mels), torch.stack(waveforms), places
+        return torch.stack(mels), torch.stack(waveforms), places, 0 if opening else LEAD
 
 
 def train(
@@ -119,7 +122,7 @@ def train(
         seed_step(SEED, step)
         rate = cosine(step, steps, peak_rate)
         set_rate(optimizer, rate)
-        mel, waveform, places = crops.batch(step)
+        mel, waveform, places, lead = crops.batch(step)
         encoding = step < encoder_share * steps
         codec.quantizer.train(encoding)
         with half_precision(), torch.set_grad_enabled(encoding):
@@ -134,6 +137,7 @@ def train(
         with half_precision():
             output = upsample(codec.transform(quantised)).float()
         target = waveform[:, : output.shape[1]]
+        output, target = output[:, lead * FRAME :], target[:, lead * FRAME :]
         spectral, absolute = spectral_loss(output, target), F.l1_loss(output, target)
         clarity = clarity_loss(ear, output, target)
         loss = spectral + absolute + CLARITY * clarity + 0.25 * commitment

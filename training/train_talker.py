@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,25 +21,24 @@ from training.command import run_trainer
 from training.domain import Sample, draw, samples, typed
 from training.log import TrainingLog
 from training.parts import SHARPER, build_talker, text_embedding
-from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, speech_example
+from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, sources, speech_example
 from training.schedule import cosine, pooled_batch, set_rate
 from training.speech import BY_HEART, LONG
+from training.talker_batch import Batch
 from training.tiny_config import SPEAKERS, tiny_config
 from training.tokenizer import build_tokenizer
 from triptych.models.qwen3_omni.config import OmniConfig, parse_config
 
 BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
 PREDICTED_FRAMES = 512  # frames of a batch whose residual codes are learnt in a step
-# Of the frames read back: some are random, so that the text is what leads; some are what it would have said itself,
-# from a share of the schedule on, so that it goes on well behind its own mistakes.
-SPOILT_ANSWERS, SPOILT_FRAMES = 0.3, 0.15
-OWN_FROM, OWN_ANSWERS, OWN_FRAMES = 0.4, 0.5, 0.5
-LONG_ANSWERS = 0.15  # those of many words: rare, and the first to be lost
+OWN_FROM = 0.4  # of the schedule: from there on it reads its own frames back
+LONG_ANSWERS = 0.4  # those of many words: rare, and the first to be lost
 CLOSED_ANSWERS = 0.2  # those of closed lists, in either voice
 STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
 NAMING, NAMING_LAYER = 0.3, 1  # weight and place of the auxiliary losses: what is said next has to be known half way up
+POINTING, POINTERS = 0.3, ((1, 5), (2, 2))  # weight; (layer, head) that must look at the word that is said next
 _MEDIA = (
     ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
     ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
@@ -82,6 +80,7 @@ class SpokenExamples:
         token_of = tokens_of_words(answer, tokens.offsets)
         return replace(
             example,
+            sources=sources(words, token_of, example.first),
             words=[UNKNOWN if word is None else tokens.ids[token_of[word]] for word in words],
             phones=[PHONES.index(phone) for phone in phones],
         )
@@ -97,7 +96,11 @@ def with_media(rng: random.Random, question: str) -> str:
 
 
 class TalkerTrainee(nn.Module):
-    """The Talker with the losses of its two parts."""
+    """The Talker with the losses of its two parts.
+
+    Some heads are told where to look, as in guided attention (Tachibana et al., "Efficiently trainable text-to-speech",
+    2018); here the row of each word is known, so that it need not be near a diagonal.
+    """
 
     embedding: Tensor
     media_ids: Tensor
@@ -108,8 +111,7 @@ class TalkerTrainee(nn.Module):
         hidden = raw["talker_config"]["text_config"]["hidden_size"]
         self.word_head = nn.Linear(hidden, raw["thinker_config"]["text_config"]["vocab_size"])
         self.phone_head = nn.Linear(hidden, len(PHONES))
-        self._inside: list[Tensor] = []
-        self.talker.model.layers[NAMING_LAYER].register_forward_hook(lambda *call: self._keep(call[-1]))
+        self.talker.model.config._attn_implementation = "eager"  # the one that gives its weights
         config = raw["thinker_config"]["text_config"]
         self.register_buffer("embedding", text_embedding(config["vocab_size"], config["hidden_size"]), persistent=False)
         thinker = raw["thinker_config"]
@@ -118,9 +120,6 @@ class TalkerTrainee(nn.Module):
         self.groups: int = raw["talker_config"]["num_code_groups"]
         self.codebook: int = raw["code2wav_config"]["codebook_size"]
         self.end: int = raw["talker_config"]["codec_eos_token_id"]
-
-    def _keep(self, states: Tensor | tuple[Tensor, ...]) -> None:
-        self._inside = [states if isinstance(states, Tensor) else states[0]]
 
     def embed(self, text_ids: Tensor, codes: Tensor) -> Tensor:
         """text_ids [B, R], codes [B, R, groups], NO_CODE where there is none -> input rows [B, R, hidden]."""
@@ -140,11 +139,18 @@ class TalkerTrainee(nn.Module):
         states = predictor.model(inputs_embeds=torch.stack(inputs, 1), use_cache=False).last_hidden_state
         return torch.stack([head(states[:, index + 1]) for index, head in enumerate(predictor.lm_head)], 1)
 
-    def states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The last hidden states [M, hidden] of a row per frame and one per end, and those of NAMING_LAYER."""
-        states = self.talker.model(inputs_embeds=self.embed(batch.text_ids, batch.codes), use_cache=False)
+    def states(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The last hidden states [M, hidden] of a row per frame and one per end, those of NAMING_LAYER, and the weights
+        [pointers, M] with which the pointers look at the word that is said."""
+        inputs = self.embed(batch.text_ids, batch.codes)
+        found = self.talker.model(
+            inputs_embeds=inputs, use_cache=False, output_hidden_states=True, output_attentions=True
+        )
         place = batch.rows, batch.columns
-        return states.last_hidden_state[place], self._inside.pop()[place]
+        given = batch.sources.clamp(min=0)
+        looks = [found.attentions[layer][batch.rows, head, batch.columns, given] for layer, head in POINTERS]
+        # the first of the hidden states is that before all layers
+        return found.last_hidden_state[place], found.hidden_states[NAMING_LAYER + 1][place], torch.stack(looks)
 
     @torch.no_grad()
     def own_frames(self, batch: Batch, *, in_turn: bool = False) -> Tensor:
@@ -153,7 +159,7 @@ class TalkerTrainee(nn.Module):
         Each stands behind the true frames before it, and each residual code behind the true ones or, `in_turn`, as in
         serving, behind its own.
         """
-        hidden, _ = self.states(batch)
+        hidden, *_ = self.states(batch)
         frames = batch.targets.clamp(max=self.codebook - 1)
         frames[:, 0] = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
         if not in_turn:
@@ -168,7 +174,7 @@ class TalkerTrainee(nn.Module):
 
     def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
         """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
-        hidden, inside = self.states(batch)
+        hidden, inside, looks = self.states(batch)
         logits = self.talker.codec_head(hidden)
         speaking = torch.nonzero(batch.targets[:, 0] != self.end).flatten()
         if predicted is not None and len(speaking) > predicted:
@@ -178,7 +184,10 @@ class TalkerTrainee(nn.Module):
         residual = self.residual_logits(hidden[speaking], frames)
         wanted = frames[:, 1:]
         right = residual.argmax(-1) == wanted
+        looks = looks[:, batch.sources != UNKNOWN]
         return {
+            "pointing": -looks.clamp(min=1e-6).log().mean(),
+            "looks": looks.mean(),
             "first": F.cross_entropy(logits, batch.targets[:, 0]),
             "residual": F.cross_entropy(residual.flatten(0, 1), wanted.flatten()),
             "word": F.cross_entropy(words, batch.words, ignore_index=UNKNOWN),
@@ -188,44 +197,6 @@ class TalkerTrainee(nn.Module):
             "second_right": right[:, 0].float().mean(),
             "residual_right": right.float().mean(),
         }
-
-
-class Batch:
-    """Examples padded on the right: text_ids [B, R], codes [B, R, groups]; where the M targets [M, groups] are."""
-
-    def __init__(self, examples: Sequence[SpeechExample], end: int, pad: int) -> None:
-        self.end = end
-        longest = max(len(example.text_ids) for example in examples)
-        groups = len(examples[0].codes[0])
-        self.text_ids = torch.full((len(examples), longest), pad)
-        self.codes = torch.full((len(examples), longest, groups), NO_CODE)
-        rows, columns, targets, words, phones = [], [], [], [], []
-        for index, example in enumerate(examples):
-            self.text_ids[index, : len(example.text_ids)] = torch.tensor(example.text_ids)
-            self.codes[index, : len(example.codes)] = torch.tensor(example.codes)
-            for offset, frame in enumerate([*example.frames, [end] * groups]):
-                rows.append(index)
-                columns.append(example.first + offset)
-                targets.append(frame)
-            words += [*example.words, UNKNOWN]
-            phones += [*example.phones, UNKNOWN]
-        self.rows, self.columns, self.targets = torch.tensor(rows), torch.tensor(columns), torch.tensor(targets)
-        self.words, self.phones = torch.tensor(words), torch.tensor(phones)
-
-    def spoil(self, codebook: int) -> None:
-        """Replace some frames that are read back by random ones, in some answers. The targets stay."""
-        self._read_back(torch.randint_like(self.codes, codebook), SPOILT_ANSWERS, SPOILT_FRAMES)
-
-    def give_back(self, own: Tensor) -> None:
-        """Replace some frames that are read back by the Talker's own ones [M, groups], in some answers."""
-        codes = self.codes.clone()
-        said = self.targets[:, -1] != self.end
-        codes[self.rows[said], self.columns[said] + 1] = own[said]  # a frame is read back by the row behind its own
-        self._read_back(codes, OWN_ANSWERS, OWN_FRAMES)
-
-    def _read_back(self, codes: Tensor, answers: float, frames: float) -> None:
-        chosen = (torch.rand(len(codes), 1) < answers) & (torch.rand(codes.shape[:2]) < frames)
-        self.codes = torch.where((chosen & (self.codes[..., -1] != NO_CODE)).unsqueeze(-1), codes, self.codes)
 
 
 @torch.no_grad()
@@ -275,7 +246,8 @@ def train(work: Path, steps: int) -> None:
         batch.spoil(trainee.codebook)
         values = trainee(batch, PREDICTED_FRAMES)
         optimizer.zero_grad()
-        (values["first"] + values["residual"] + NAMING * (values["word"] + values["phone"])).backward()
+        aside = NAMING * (values["word"] + values["phone"]) + POINTING * values["pointing"]
+        (values["first"] + values["residual"] + aside).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1

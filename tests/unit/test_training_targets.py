@@ -9,14 +9,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from training import train_talker
+from training import talker_batch
 from training.alignment import words_of_phones
 from training.domain import COLOURS, DIRECTIONS, SHAPES, number
 from training.naming import names_of
 from training.pictures import coverage, draw_number, draw_shape, draw_video, patches, words_of_figures
-from training.rows import NO_CODE, UNKNOWN, SpeechExample
+from training.rows import NO_CODE, UNKNOWN, SpeechExample, sources
 from training.sounds import sound_rows
+from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
+from training.train_talker import POINTERS, TalkerTrainee
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +99,34 @@ def test_rows_of_a_clip_follow_whole_seconds_and_the_rest() -> None:
 
 
 def test_what_the_talker_would_have_said_is_read_back_by_the_row_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_talker, "OWN_ANSWERS", 1.0)
-    monkeypatch.setattr(train_talker, "OWN_FRAMES", 1.0)
+    monkeypatch.setattr(talker_batch, "OWN_ANSWERS", 1.0)
+    monkeypatch.setattr(talker_batch, "OWN_FRAMES", 1.0)
     frames = [[1, 2], [3, 4], [5, 6]]
     lone = [[7, NO_CODE]] * 2
-    example = SpeechExample([0] * 5, [*lone, *frames], frames, 1, [UNKNOWN] * 3, [0] * 3)
-    batch = train_talker.Batch([example], end=99, pad=0)
+    example = SpeechExample([0] * 5, [*lone, *frames], frames, 1, [UNKNOWN] * 3, [0] * 3, [UNKNOWN] * 3)
+    batch = talker_batch.Batch([example], end=99, pad=0)
     own = torch.tensor([[11, 12], [13, 14], [15, 16], [0, 0]])
     batch.give_back(own)
     assert batch.codes[0].tolist() == [*lone, [11, 12], [13, 14], [15, 16]]
     assert batch.targets.tolist() == [*frames, [99, 99]]
+
+
+def test_a_frame_looks_at_the_row_of_its_word_unless_that_is_still_to_come() -> None:
+    # Words 0 and 1 begin at tokens 0 and 2; the first frame of speech is predicted by row 10.
+    assert sources([0, 1, 1, None, 1], {0: 0, 1: 2}, first=10) == [10, UNKNOWN, 12, UNKNOWN, 12]
+
+
+def test_the_pointers_weights_are_those_of_the_rows_that_frames_look_at(tokenizer: Tokenizer) -> None:
+    trainee = TalkerTrainee(tiny_config(tokenizer)).eval()
+    frames = [[1] * trainee.groups, [2] * trainee.groups]
+    lone = [[7] + [NO_CODE] * (trainee.groups - 1)] * 2
+    example = SpeechExample([3, 4, 5, 6], [*lone, *frames], frames, 1, [4, 5], [0, 0], [1, 2])
+    batch = talker_batch.Batch([example, example], trainee.end, pad=0)
+    rows = trainee.embed(batch.text_ids, batch.codes)
+    with torch.no_grad():
+        _, _, looks = trainee.states(batch)
+        whole = trainee.talker.model(inputs_embeds=rows, use_cache=False, output_attentions=True).attentions
+    for (layer, head), weights in zip(POINTERS, looks, strict=True):
+        wanted = torch.stack([whole[layer][:, head, 1, 1], whole[layer][:, head, 2, 2]], 1)
+        assert torch.equal(weights.view(2, 3)[:, :2], wanted) and wanted.max() < 1
+    assert batch.sources.tolist() == [1, 2, UNKNOWN] * 2
