@@ -2,6 +2,7 @@
 
 TriptychError
 ├── ConfigError            a deploy file, flag or override is wrong (carries the dotted path)
+│   └── UnknownNameError   a name that nobody knows, with those that are known
 ├── CheckpointError        a checkpoint is missing, truncated or does not fit its config
 ├── RequestError           the client's request is wrong -> HTTP 400 (carries the field)
 │   └── ContextLengthError a prompt or its answer does not fit a stage's context
@@ -14,6 +15,9 @@ TriptychError
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class TriptychError(Exception):
@@ -28,6 +32,16 @@ class ConfigError(TriptychError):
         super().__init__(f"{path}: {message}" if path else message)
         self.reason = message
         self.path = path
+
+
+class UnknownNameError(ConfigError):
+    """A key, flag or parameter that nobody knows: the message has the closest one that exists, and all of them."""
+
+    def __init__(self, name: str, allowed: Iterable[str], path: str | None = None) -> None:
+        names, short = sorted(allowed), f"{name:.80}"
+        close = difflib.get_close_matches(short, names, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        super().__init__(f"unknown key {short!r}; {hint}Allowed: {', '.join(names)}", path)
 
 
 class CheckpointError(TriptychError):

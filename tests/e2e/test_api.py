@@ -375,7 +375,7 @@ async def test_failure_before_the_first_event_has_its_own_status(
         ({"sampling_params_list": [{"stop_token_ids": [-1]}]}, "sampling_params_list.0.stop_token_ids"),
         (
             {"modalities": ["audio"], "sampling_params_list": [{}, {"logit_bias": {"-1": 1}}]},
-            "sampling_params_list.1.logit_bias",
+            "sampling_params_list.1.logit_bias.-1",
         ),
         ({"stop_token_ids": [5] * 1501}, "stop_token_ids"),
     ],
@@ -438,6 +438,12 @@ async def test_body_that_is_not_usable_json_is_refused(
 ) -> None:
     async with client_of(make_app(deploy=limited(max_body_bytes=2000))) as client:
         error_of(await client.post("/v1/chat/completions", content=content, headers=headers), status)
+
+
+async def test_a_body_without_a_content_type_is_told_which(make_app: Callable[..., FastAPI]) -> None:
+    async with client_of(make_app()) as client:
+        error = error_of(await client.post("/v1/chat/completions", content=b"{}"), 415)
+        assert error["message"] == "the request has no content type; send 'application/json'"
 
 
 async def test_long_body_is_refused_while_it_is_read(make_app: Callable[..., FastAPI]) -> None:

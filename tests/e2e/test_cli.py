@@ -154,6 +154,11 @@ def test_both_names_of_the_deploy_flag_mean_the_same(environment: dict[str, str]
         (["generate", "nano", "--prompt", "x", "--out", "no/such/a.wav"], "is not a folder"),
         (["generate", "nano", "--prompt", "x", "--modalities", "video"], "must be text, or text,audio"),
         (["generate", "nano", "--prompt", "x", "--voice", "chelsie"], "--voice is for speech"),
+        (
+            ["generate", "nano", "--prompt", "x", "--seed", "9" * 20],
+            "triptych: --seed: 9999999999999999999",
+        ),
+        (["generate", "nano", "--prompt", "x", "--max-tokens", "0"], "triptych: --max-tokens: 0 is not at least 1"),
         (["generate", "nano"], "give --prompt, --image, --audio or --video"),
         (["generate", "nano", "--image", "no/such.png"], "--image 'no/such.png' is not a file"),
         (["generate", "nano", "--prompt", "x", "--use-audio-in-video"], "give --video as well"),

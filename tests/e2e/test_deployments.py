@@ -86,6 +86,14 @@ def test_pieces_of_one_frame_are_the_same_sound(nano: Path, tmp_path: Path, expe
         np.testing.assert_allclose(output.audio, plain.audio, rtol=0, atol=2e-5)
 
 
+def test_the_shortest_contexts_that_are_accepted_serve(nano: Path) -> None:
+    shortest = {"0": {"max_model_len": 13}, "1": {"max_model_len": 16}, "2": {"max_model_len": 1}}
+    with Omni(nano, platform="cpu", stage_overrides=shortest) as omni:
+        output = omni.generate("a", modalities=("text", "audio"), seed=1)[0]
+    assert output.error is None and output.text_tokens >= 1
+    assert output.audio is not None and output.audio.size == 1365
+
+
 def test_half_precision_with_more_threads_than_cores_answers_in_time(nano: Path, tmp_path: Path) -> None:
     threads = 2 * len(os.sched_getaffinity(0))
     options: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": False, "threads": min(threads, 16)}

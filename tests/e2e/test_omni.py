@@ -63,6 +63,7 @@ def test_arguments_that_are_wrong_for_all_are_refused(omni: Omni) -> None:
         ("NoneType is not a string", None, {}),
         ("modalities 'text' is not a list", "Hello.", {"modalities": "text"}),
         ("1.5 is not a whole number", "Hello.", {"seed": 1.5}),
+        ("^seed 18446744073709551616 does not fit 64 bits", "Hello.", {"seed": 2**64}),
         ("'x' is not a whole number", ["Hello."], {"seed": ["x"]}),
         ("not a mapping", "Hello.", {"thinker": [1]}),
         ("5 is not the name of a voice", "Hello.", {"modalities": ["audio"], "voice": 5}),

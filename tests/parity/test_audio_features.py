@@ -14,7 +14,7 @@ from transformers import WhisperFeatureExtractor
 
 from triptych.errors import RequestError
 from triptych.models.qwen3_omni import audio_features
-from triptych.models.qwen3_omni.audio_features import log_mel
+from triptych.models.qwen3_omni.audio_features import LOUDEST, log_mel
 from triptych.models.qwen3_omni.preprocessor_config import PreprocessorConfig, load_preprocessor
 
 Array = np.ndarray[Any, Any]
@@ -120,7 +120,7 @@ def test_blocks_do_not_show(block: int, config: PreprocessorConfig, monkeypatch:
 MEMORY = """
 import resource, sys
 import numpy as np
-from triptych.models.qwen3_omni.audio_features import log_mel
+from triptych.models.qwen3_omni.audio_features import LOUDEST, log_mel
 from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
 
 config = load_preprocessor(sys.argv[1])
@@ -143,8 +143,14 @@ def test_ten_minutes_need_no_more_memory_than_one_and_their_result(nano: Path) -
 def test_samples_without_a_finite_power_are_refused(value: float, config: PreprocessorConfig) -> None:
     waveform = noise(RATE)
     waveform[9000] = value
-    with pytest.raises(RequestError, match="not finite"):
+    with pytest.raises(RequestError, match=r"it may be at most 1e\+15, and full scale is 1"):
         log_mel(waveform, config)
+
+
+def test_samples_as_loud_as_may_be_have_a_finite_power(config: PreprocessorConfig) -> None:
+    rng = np.random.default_rng(3)
+    for waveform in (np.ones(RATE), np.sign(rng.standard_normal(RATE)), np.cos(np.arange(RATE) * np.pi / 16)):
+        assert np.isfinite(log_mel((waveform * LOUDEST).astype(np.float32), config)).all()
 
 
 def test_only_one_channel_of_float32_is_taken(config: PreprocessorConfig) -> None:

@@ -266,13 +266,13 @@ def test_anchors_and_merge_keys_work(tmp_path: Path) -> None:
             0,
             {"default_sampling_params": {"temperature": "hot"}},
             "stages[0].default_sampling_params.temperature",
-            "Expected `float`, got `str`",
+            "should be a number; got ",
         ),
         (
             0,
             {"default_sampling_params": {"logit_bias": {5: float("nan")}}},
             "stages[0].default_sampling_params.logit_bias.5",
-            "nan is not between -100 and 100",
+            "should be a number, which NaN and Infinity are not; got NaN",
         ),
         (
             1,

@@ -121,7 +121,18 @@ def test_samples_arrive_exactly(dtype: str, shape: tuple[int, ...]) -> None:
         ({"type": "audio", "audio": np.zeros(5)}, "give a path, a URL or bytes, or \\(array, rate\\)"),
         ({"type": "audio", "audio": (np.zeros(5, np.int32), 16000)}, "samples of type int32"),
         ({"type": "audio", "audio": (np.zeros((2, 2, 2)), 16000)}, "shape \\(2, 2, 2\\)"),
-        ({"type": "audio", "audio": (np.zeros(5), 0)}, "0 is not a sample rate"),
+        (
+            {"type": "audio", "audio": (np.zeros((2, 9000)), 16000)},
+            "2 of 9000 channels each; give the shape",
+        ),
+        ({"type": "audio", "audio": (np.zeros((2, 90000)), 16000)}, "shape \\(2, 90000\\)"),
+        ({"type": "audio", "audio": (np.zeros((300, 256)), 16000)}, "1 to 255 channels"),
+        ({"type": "audio", "audio": (np.zeros((9, 0)), 16000)}, "9 of 0 channels"),
+        (
+            {"type": "audio", "audio": (np.zeros(5), 0)},
+            "0 is not a sample rate in Hz: give a whole number from 1",
+        ),
+        ({"type": "audio", "audio": (np.zeros(5), 2**31 - 1)}, "2147483647 is not a sample rate"),
         ({"type": "audio", "audio": (np.zeros(5), 16000.0)}, "16000.0 is not a sample rate"),
         ({"type": "image", "image": ""}, "is not a file"),
         ({"type": "image", "image": "/nowhere/at-all.png"}, "/nowhere/at-all.png cannot be read: No such file"),
@@ -173,6 +184,8 @@ def test_options_are_those_of_the_processor() -> None:
         ({"fps": True}, "fps"),
         ({"fps": float("nan")}, "fps"),
         ({"fps": float("inf")}, "fps"),
+        ({"fps": 10**400}, "fps"),
+        ({"fps": 1001}, "fps': should be a number from 0.01 to 1000; got 1001"),
         ({"num_frames": 2.0}, "num_frames"),
         ({"max_frames": 0}, "max_frames"),
         ({"max_pixels": 10**40}, "max_pixels"),
@@ -184,4 +197,4 @@ def test_options_are_those_of_the_processor() -> None:
 def test_an_option_that_is_none_is_named(values: dict[Any, Any], name: str) -> None:
     with pytest.raises(RequestError, match=name) as caught:
         media_options(values)
-    assert caught.value.param == f"mm_processor_kwargs.{name}"
+    assert caught.value.param == f"mm_processor_kwargs.{name.partition(chr(39))[0]}"

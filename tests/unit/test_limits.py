@@ -25,6 +25,8 @@ from triptych.stages.build import wait_idly_if_crowded
     [
         (0, {"max_num_batched_tokens": 126}, "stages[0].max_num_batched_tokens", "126 is too few: .* make 127"),
         (1, {"max_num_seqs": 1, "max_num_batched_tokens": 63}, "stages[1].max_num_batched_tokens", "make 64"),
+        (0, {"max_model_len": 12}, "stages[0].max_model_len", "12 is less than 13, the least that the thinker can"),
+        (1, {"max_model_len": 8}, "stages[1].max_model_len", "8 is less than 16, the least that the talker can serve"),
         (0, {"kv_cache_bytes": 1000}, "stages[0]", "one context of 16384 needs 1025; raise kv_cache_bytes"),
         (1, {"max_model_len": 512, "num_kv_blocks": 32}, "stages[1]", "gets 32 blocks .* needs 33"),
         (0, {"num_kv_blocks": 2_000_000_000}, "stages[0]", "of this machine; lower num_kv_blocks"),

@@ -120,6 +120,14 @@ def test_samples_that_are_no_numbers_are_refused() -> None:
             heard(audio_file(clip, 16000, codec="pcm_f32le"))
 
 
+def test_a_rate_of_no_recorder_is_refused_with_the_limit() -> None:
+    data = bytearray(audio_file(tone(0.2, 16000), 16000))
+    place = data.index(b"fmt ") + 12
+    data[place : place + 4] = struct.pack("<I", 2**31 - 1)
+    with pytest.raises(RequestError, match="rate of 2147483647 Hz: it may be 1 to 4000000 Hz"):
+        heard(bytes(data))
+
+
 @pytest.mark.parametrize(("form", "codec"), [("wav", "pcm_s16le"), ("flac", "flac"), ("mp4", "aac")])
 def test_a_file_that_says_its_length_and_ends_early_is_refused(form: str, codec: str) -> None:
     clip = np.random.default_rng(1).standard_normal((1, 48000 * 2)).astype(np.float32) / 8

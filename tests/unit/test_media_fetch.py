@@ -302,7 +302,7 @@ async def test_https_is_not_left_for_http(monkeypatch: pytest.MonkeyPatch, trust
         ("https://files.example/\n", "malformed"),
         ("https://files.example/\ud800", "malformed"),
         ("https://[::1/", "malformed"),
-        ("https://" + "a" * 70000, "malformed"),
+        ("https://" + "a" * 70000, "has 70008 characters, and at most 65536 can be fetched"),
     ],
 )
 async def test_urls_that_cannot_be_fetched_are_refused_before_anyone_is_asked(url: str, message: str) -> None:

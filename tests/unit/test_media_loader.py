@@ -114,6 +114,22 @@ async def test_an_error_names_its_part_or_the_option_at_fault(nano: Path) -> Non
         assert loader.stats.refused == 4
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "code", "reason"),
+    [(None, "invalid_media", "seconds: at least 9, the limit 'media.min_audio_s'"), (9, "context_length_exceeded", "")],
+)
+async def test_an_error_of_the_sound_of_a_video_says_so(
+    nano: Path, max_rows: int | None, code: str, reason: str
+) -> None:
+    video = part(video_file(film(8), sound=tone(2.0, 48000)), "video")
+    options = MediaOptions(use_audio_in_video=True, num_frames=2, min_pixels=3136, max_pixels=3136)
+    async with made(nano, command=WORKER_COMMAND, min_audio_s=9.0) as loader:
+        with pytest.raises(RequestError, match=r"^the sound of the video cannot be heard.*: the audio ") as refused:
+            await loader.load([video], options, max_rows=max_rows)
+        assert reason in str(refused.value)
+        assert (refused.value.param, refused.value.code) == (video.param, code)
+
+
 async def test_the_code_of_an_error_is_kept(nano: Path) -> None:
     async with made(nano) as loader:
         with pytest.raises(RequestError, match="no good") as refused:

@@ -162,7 +162,6 @@ def test_a_prompt_far_too_long_is_refused_without_tokenising_it(
         ({"stop": ["x"] * 17}, "thinker.stop"),
         ({"stop": "x" * 1025}, "thinker.stop"),
         ({"stop_token_ids": [5] * 1501}, "stop_token_ids"),
-        ({"warmth": 1}, "thinker"),
         ({"logit_bias": {1500: 1.0}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"seed": 2**70}, "thinker.seed"),
@@ -174,6 +173,12 @@ def test_bad_override_is_a_request_error(
     with pytest.raises(RequestError) as caught:
         ask(processor, config, thinker=overrides)
     assert (caught.value.param, caught.value.code) == (param, "invalid_value")
+
+
+def test_an_unknown_override_is_named_with_those_there_are(processor: Processor, config: OmniConfig) -> None:
+    with pytest.raises(RequestError, match=r"did you mean 'min_p'\? Allowed: frequency_penalty, .*top_p") as caught:
+        ask(processor, config, thinker={"min_pp": 1})
+    assert (caught.value.param, caught.value.code) == ("thinker.min_pp", "unknown_parameter")
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from triptych.config.json_value import cut
+from triptych.config.sampling import sampling_params
 from triptych.errors import RequestError
 from triptych.media.contract import MediaOptions
 from triptych.server import protocol
-from triptych.server.errors import cut
 from triptych.server.message import MOST_MESSAGES
 from triptych.server.protocol import ChatCompletionRequest, parse_chat_request
 
@@ -96,6 +99,8 @@ def test_fields_without_effect_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"sampling_params_list": [{"foo": 1}]}, "sampling_params_list.0.foo"),
+        ({"sampling_params_list": [{}, {"n": 1}]}, "sampling_params_list.1.n"),
         ({"frobnicate": 1}, "frobnicate"),
         ({"max_token": 1}, "max_token"),
         ({"audio": {"voice": "a", "speed": 2}, **SPOKEN}, "audio.speed"),
@@ -280,7 +285,20 @@ def test_an_empty_voice_is_not_the_default_one() -> None:
         ({"model": None}, "model"),
         ({"sampling_params_list": [{}, {}, {}, {}]}, "sampling_params_list"),
         ({"sampling_params_list": [{"temperature": -1}]}, "sampling_params_list.0.temperature"),
-        ({"sampling_params_list": [{}, {"warmth": 1}]}, "sampling_params_list.1"),
+        ({"sampling_params_list": [{"stop": ["x", 3]}]}, "sampling_params_list.0.stop.1"),
+        ({"sampling_params_list": [{"stop_token_ids": [True]}]}, "sampling_params_list.0.stop_token_ids.0"),
+        ({"sampling_params_list": [{"logit_bias": [5]}]}, "sampling_params_list.0.logit_bias"),
+        ({"sampling_params_list": [{"logit_bias": {"5": True}}]}, "sampling_params_list.0.logit_bias.5"),
+        ({"sampling_params_list": [{"ignore_eos": 0}]}, "sampling_params_list.0.ignore_eos"),
+        ({"sampling_params_list": [{"top_k": 4.0}]}, "sampling_params_list.0.top_k"),
+        ({"sampling_params_list": [{"temperature": 10**400}]}, "sampling_params_list.0.temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_k": -1.0}, "top_k"),
+        ({"max_tokens": 10**4299}, "max_tokens"),
+        ({"max_completion_tokens": 10**4299}, "max_completion_tokens"),
+        ({"sampling_params_list": [{"max_tokens": 10**4299}]}, "sampling_params_list.0.max_tokens"),
+        ({"top_k": True}, "top_k"),
+        ({"stop": ["a", "b" * 1025]}, "stop.1"),
         ({"sampling_params_list": [{"temperature": "1"}]}, "sampling_params_list.0.temperature"),
         ({"sampling_params_list": [{"logit_bias": {"5": float("inf")}}]}, "sampling_params_list.0.logit_bias.5"),
         ({"sampling_params_list": [{"stop": ["x"] * 17}]}, "sampling_params_list.0.stop"),
@@ -303,6 +321,30 @@ def test_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
         ({"model": None}, "'model': should be a string; got null"),
         ({"store": True}, "'store': should be false; got true"),
         ({"n": 2}, "'n': should be 1; got 2"),
+        ({"n": 10**29}, f"'n': should be 1; got {10**29}"),
+        ({"temperature": float("nan")}, "'temperature': should be a number, which NaN and Infinity are not; got NaN"),
+        ({"top_k": 10**29}, f"'top_k': should be at most 2147483648; got {10**29}"),
+        ({"stop": "b" * 1025}, f"'stop.0': takes at most 1024 characters, has 1025; got \"{'b' * 80}...\""),
+        (
+            {"sampling_params_list": [{}, {"max_tokens": True}]},
+            "sampling_params_list.1.max_tokens: should be a whole number; got true",
+        ),
+        (
+            {"sampling_params_list": [{"logit_bias": {"x": 1}}]},
+            'sampling_params_list.0.logit_bias.x: a key should be a token id; got "x", with the value 1',
+        ),
+        (
+            {"sampling_params_list": [{"temperature": float("nan")}]},
+            "sampling_params_list.0.temperature: should be a number, which NaN and Infinity are not; got NaN",
+        ),
+        (
+            user([{"type": 3, "text": "x"}]),
+            "'messages.0.content.0.type': should be one of text, image_url, audio_url, video_url, input_audio; got 3",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+            '\'response_format.type\' is not supported: the format "json_schema"; only "text" works here',
+        ),
         ({"stream": "yes"}, "'stream': should be true or false; got \"yes\""),
         ({"seed": 0.5}, "'seed': should be a whole number; got 0.5"),
         ({"top_p": "x"}, "'top_p': should be a number; got \"x\""),
@@ -321,6 +363,59 @@ def test_wrong_value_is_named(fields: dict[str, Any], param: str) -> None:
 )
 def test_messages_are_in_the_words_of_json(fields: dict[str, Any], message: str) -> None:
     assert str(refused(**fields)) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"sampling_params_list": [{"min_pp": 1}]}, "did you mean 'min_p'? Allowed: frequency_penalty, ignore_eos, "),
+        ({"sampling_params_list": [{"x" * 10**6: 1}]}, "Allowed: frequency_penalty, ignore_eos, "),
+    ],
+)
+def test_an_unknown_parameter_is_named_with_those_there_are(fields: dict[str, Any], names: str) -> None:
+    error = refused(**fields)
+    assert error.code == "unknown_parameter" and names in str(error) and len(str(error)) < 600
+
+
+@pytest.mark.parametrize("value", [True, False, 0, 1, 0.0, 1.0, -0.0])
+def test_a_field_of_one_value_takes_that_and_no_other_type(value: Any) -> None:
+    """Python takes 1, 1.0 and True for the same, and with it pydantic's Literal."""
+    fields: dict[str, tuple[dict[str, Any], Any]] = {
+        "n": ({"n": value}, 1),
+        "store": ({"store": value}, False),
+        "include_obfuscation": ({"stream": True, "stream_options": {"include_obfuscation": value}}, False),
+    }
+    plain = [name for name, field in iterate_fields(ChatCompletionRequest) if has_plain_literal(field)]
+    assert sorted(plain) == sorted(fields)
+    for given, allowed in fields.values():
+        if type(value) is type(allowed) and value == allowed:
+            parse(**given)
+        else:
+            assert refused(**given).code == "invalid_value"
+
+
+def iterate_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any]]:
+    """Every field of a body and of the bodies inside it."""
+    for name, field in model.model_fields.items():
+        yield name, field.annotation
+        for inner in get_args(field.annotation):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from iterate_fields(inner)
+
+
+def has_plain_literal(annotation: Any) -> bool:
+    """Whether a type is, or holds, a Literal of something else than strings."""
+    if get_origin(annotation) is Literal:
+        return not all(isinstance(value, str) for value in get_args(annotation))
+    return any(has_plain_literal(inner) for inner in get_args(annotation))
+
+
+@pytest.mark.parametrize("name", protocol._THINKER_FIELDS)
+@pytest.mark.parametrize("value", [-(10**30), 10**30, 101, -101, "x" * 1025, ["x"] * 17, {"1": 101}])
+def test_what_passes_here_is_in_the_range_of_the_stage(name: str, value: Any) -> None:
+    """So no error of the stage, which has names of its own for the fields, meets a client."""
+    with contextlib.suppress(RequestError):
+        sampling_params(parse(**{name: value}).overrides()[0], "thinker")
 
 
 def test_a_large_value_is_shown_in_a_short_message() -> None:
@@ -476,3 +571,9 @@ def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError, match=r"not JSON|not a JSON object") as caught:
         parse_chat_request(body)
     assert caught.value.param is None and caught.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize("half", ["emoji cut \\ud83d", "\\ud83dx", "\\ud83d\\n", "\\ud83d\\u0041", "\\udc00"])
+def test_half_an_emoji_is_called_that(half: str) -> None:
+    with pytest.raises(RequestError, match=r"half of a surrogate pair, as of an emoji cut in two, at line 1 c"):
+        parse_chat_request(f'{{"model": "{half}"}}'.encode())

@@ -19,8 +19,8 @@ from triptych.bench.driver import Load
 from triptych.bench.measure import Measurement
 from triptych.bench.synthetic import VIDEO_FPS
 from triptych.bench.workload import KINDS, MODALITIES, OWN_FIELDS, RandomWorkload, Reply
-from triptych.config.check import check_shape, unknown
-from triptych.errors import ConfigError
+from triptych.config.check import check_shape
+from triptych.errors import ConfigError, UnknownNameError
 
 OWN_FLAGS = ("--host", "--port", "--api-key", "--stage-overrides", "--dry-run")  # the suite sets these itself
 _BUCKET = re.compile(r"\((\d+), ?(\d+), ?(\d+)\)")
@@ -184,7 +184,7 @@ def _check_baseline(params: BenchmarkParams, path: str) -> None:
         for metric, values in metrics.items():
             where = f"{path}.{hardware}.{metric}"
             if metric not in COMPARED:
-                raise ConfigError(unknown(metric, COMPARED), where)
+                raise UnknownNameError(metric, COMPARED, where)
             if len(values) != params.num_points:
                 raise ConfigError(f"{len(values)} values for {params.num_points} points of the sweep", where)
 

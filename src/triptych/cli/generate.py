@@ -77,7 +77,11 @@ def command(
     media_options(kwargs)
     given = {"max_tokens": max_tokens, "temperature": temperature}
     thinker = {name: value for name, value in given.items() if value is not None}
-    sampling_params(thinker | ({} if seed is None else {"seed": seed}), "thinker")  # before minutes of loading
+    try:  # before minutes of loading
+        sampling_params(thinker | ({} if seed is None else {"seed": seed}), "thinker")
+    except ConfigError as error:
+        option = (error.path or "").rpartition(".")[2].replace("_", "-")
+        raise ConfigError(error.reason, f"--{option}") from error
     log.configure(log_level.value)
     options = {"modalities": wanted, "voice": voice, "seed": seed, "thinker": thinker, "mm_processor_kwargs": kwargs}
     with stoppable():

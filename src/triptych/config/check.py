@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from collections import Counter
@@ -11,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from triptych.config.sampling import SamplingParams, sampling_params
+from triptych.config.sampling import sampling_params
 from triptych.config.schema import DeployConfig, StageConfig, StageKind
 from triptych.config.units import parse_bytes
-from triptych.errors import ConfigError
+from triptych.errors import ConfigError, UnknownNameError
 
 PIPELINE: tuple[StageKind, ...] = ("thinker", "talker", "code2wav")
 _SOURCES: dict[StageKind, StageKind] = {"talker": "thinker", "code2wav": "talker"}
@@ -74,7 +73,7 @@ def check_shape(value: Any, kind: type[msgspec.Struct], path: str, also: Iterabl
     for key, item in value.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            raise ConfigError(unknown(str(key), [*fields, *also]), where)
+            raise UnknownNameError(str(key), [*fields, *also], where)
         checked[key] = _check_value(key, item, fields[key], where)
     return checked
 
@@ -83,14 +82,6 @@ def check_mapping(value: Any, path: str) -> None:
     """Raise ConfigError unless `value` is a mapping."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"expected a mapping of names to values, got {shown(value)}", path or None)
-
-
-def unknown(name: str, allowed: Iterable[str]) -> str:
-    """The sentence for a name nobody knows: the closest one that exists, and all of them."""
-    names = sorted(allowed)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"unknown key {name!r}; {hint}Allowed: {', '.join(names)}"
 
 
 def _check_value(key: str, value: Any, kind: Any, path: str) -> Any:
@@ -213,9 +204,6 @@ def _check_stage(stage: StageConfig, path: str) -> None:
         if stage.default_sampling_params:
             raise ConfigError("code2wav samples nothing; remove the key", where)
         return
-    for name in stage.default_sampling_params:
-        if name not in SamplingParams.__struct_fields__:
-            raise ConfigError(unknown(name, SamplingParams.__struct_fields__), f"{where}.{name}")
     sampling_params(stage.default_sampling_params, where, speech=stage.stage == "talker")
 
 

@@ -34,3 +34,8 @@ _SHORT.maxother = LONGEST_SHOWN
 def shown(value: Any) -> str:
     """`value` as JSON, with dots for what is left out."""
     return _SHORT.repr(value)
+
+
+def cut(name: str) -> str:
+    """As `shown`, for a name without quotes."""
+    return name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import msgspec
 
-from triptych.errors import ConfigError
+from triptych.config.json_value import cut, shown
+from triptych.errors import ConfigError, UnknownNameError
 
+LARGEST_TOP_K = 2**31
+MOST_TOKENS = 2**31 - 1  # more than any context
+SEEDS = range(-(2**63), 2**64)
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 1024
 OF_TEXT_ALONE = ("stop", "stop_token_ids", "logprobs")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(\w*).*`")  # how msgspec ends the message of a ValidationError
+_TOKEN_ID = re.compile("[0-9]{1,10}", re.ASCII)
+_SCALARS: dict[type, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "true or false"),
+    int: (int, "a whole number"),
+    float: ((int, float), "a number"),
+    str: (str, "a string"),
+}
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """Raise ConfigError naming `path.<field>` for the first value out of its range."""
         ranges: dict[str, tuple[float, float]] = {
             "temperature": (0.0, 100.0),
-            "top_k": (0, 2**31),
+            "top_k": (0, LARGEST_TOP_K),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
             "repetition_penalty": (0.01, 100.0),
@@ -54,18 +66,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ConfigError(f"{value} is not between {low} and {high}", f"{path}.{name}")
+                raise ConfigError(f"{shown(value)} is not between {low} and {high}", f"{path}.{name}")
         if self.top_p == 0.0:
             raise ConfigError("0 keeps no token; use a value in (0, 1]", f"{path}.top_p")
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise ConfigError(f"{self.max_tokens} is not at least 1", f"{path}.max_tokens")
+            raise ConfigError(f"{shown(self.max_tokens)} is not at least 1", f"{path}.max_tokens")
+        if self.max_tokens is not None and self.max_tokens > MOST_TOKENS:
+            raise ConfigError(f"{shown(self.max_tokens)} is more than {MOST_TOKENS}", f"{path}.max_tokens")
         if self.logprobs is not None and not 0 <= self.logprobs <= 20:
-            raise ConfigError(f"{self.logprobs} is not between 0 and 20", f"{path}.logprobs")
-        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
-            raise ConfigError(f"{self.seed} does not fit 64 bits", f"{path}.seed")
+            raise ConfigError(f"{shown(self.logprobs)} is not between 0 and 20", f"{path}.logprobs")
+        if self.seed is not None and self.seed not in SEEDS:
+            raise ConfigError(f"{shown(self.seed)} does not fit 64 bits", f"{path}.seed")
         for token_id, bias in self.logit_bias.items():
             if not -100 <= bias <= 100:
-                raise ConfigError(f"{bias} is not between -100 and 100", f"{path}.logit_bias.{token_id}")
+                raise ConfigError(f"{shown(bias)} is not between -100 and 100", f"{path}.logit_bias.{token_id}")
         if len(self.stop) > MOST_STOP_STRINGS:
             raise ConfigError(f"{len(self.stop)} stop strings; at most {MOST_STOP_STRINGS}", f"{path}.stop")
         for text in self.stop:
@@ -82,7 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigError(f"{len(ids)} token ids, but the vocabulary has {size}", f"{prefix}{field}")
             outside = next((token_id for token_id in ids if not 0 <= token_id < size), None)
             if outside is not None:
-                raise ConfigError(f"token id {outside} is not between 0 and {size - 1}", f"{prefix}{field}")
+                raise ConfigError(f"token id {shown(outside)} is not between 0 and {size - 1}", f"{prefix}{field}")
 
 
 def is_text(text: str) -> bool:
@@ -93,20 +107,48 @@ def is_text(text: str) -> bool:
 def sampling_params(values: Mapping[str, Any], path: str, *, speech: bool = False) -> SamplingParams:
     """Build SamplingParams from plain values, for text or for speech, which has no use for those of text alone.
 
-    Raises ConfigError with the dotted path of what is wrong.
+    Raises ConfigError with the dotted path of what is wrong, UnknownNameError where that is a name.
     """
     for name in OF_TEXT_ALONE if speech else ():
         if values.get(name) not in (None, [], ()):
             raise ConfigError("speech has no such setting; leave it out", f"{path}.{name}")
     if isinstance(values.get("stop"), str):
         values = {**values, "stop": [values["stop"]]}
-    try:
-        params = msgspec.convert(values, SamplingParams, str_keys=True)  # JSON's keys are strings
-    except msgspec.ValidationError as error:
-        place = _PLACE.search(str(error))
-        if place is not None and place[1]:
-            raise ConfigError(_PLACE.sub("", str(error)), f"{path}.{place[1]}") from error
-        names = ", ".join(SamplingParams.__struct_fields__)
-        raise ConfigError(f"{error} (allowed: {names})", path) from error
+    kinds = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+    for name, value in values.items():
+        if name not in kinds:
+            raise UnknownNameError(str(name), kinds, f"{path}.{cut(str(name))}")
+        _check_type(value, kinds[name], f"{path}.{name}")
+    params = msgspec.convert(values, SamplingParams, str_keys=True)  # JSON's keys are strings
     params.check(path)
     return params
+
+
+def _check_type(value: Any, kind: Any, path: str) -> None:
+    """Hold a value, and those inside it, to a type of SamplingParams: msgspec would tell of Python's types."""
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise _mistyped("an array", value, path)
+        for index, item in enumerate(value):
+            _check_type(item, get_args(kind)[0], f"{path}.{index}")
+    elif get_origin(kind) is dict:
+        if not isinstance(value, Mapping):
+            raise _mistyped("an object", value, path)
+        for key, item in value.items():
+            where = f"{path}.{cut(str(key))}"
+            if type(key) is not int and not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
+                raise ConfigError(f"a key should be a token id; got {shown(key)}, with the value {shown(item)}", where)
+            _check_type(item, get_args(kind)[1], where)
+    elif value is not None or NoneType not in get_args(kind):
+        scalar = next((one for one in get_args(kind) if one is not NoneType), kind)
+        types, words = _SCALARS[scalar]
+        if not isinstance(value, types) or (isinstance(value, bool) and scalar is not bool):
+            raise _mistyped(words, value, path)
+        if scalar is float and isinstance(value, float) and not math.isfinite(value):
+            raise _mistyped("a number, which NaN and Infinity are not", value, path)
+        if scalar is float and isinstance(value, int) and abs(value) > 2**63:  # more than msgspec turns into a float
+            raise _mistyped("a smaller number", value, path)
+
+
+def _mistyped(words: str, value: Any, path: str) -> ConfigError:
+    return ConfigError(f"should be {words}; got {shown(value)}", path)

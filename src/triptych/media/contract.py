@@ -15,6 +15,7 @@ import msgspec
 from triptych.connectors.wire import FeatureRef
 
 MediaKind = Literal["image", "audio", "video"]
+HIGHEST_RATE = 4_000_000  # samples a second of sound: more than of any recorder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,11 +22,11 @@ import soxr
 
 from triptych.errors import RequestError
 from triptych.media.container import decode, is_cut_off, open_container, packets, prepare
+from triptych.media.contract import HIGHEST_RATE
 from triptych.media.sniff import FileType
 
 SAMPLE_RATE = 16000
 _BLOCK = 1 << 16  # samples that are resampled at a time
-_MAX_RATE = 4_000_000  # of any recorder, with much to spare
 
 Samples = npt.NDArray[np.float32]
 Progress = Callable[[int], None]  # told the number of samples so far, at 16 kHz; may raise
@@ -117,8 +117,11 @@ def decode_audio(
         for packet in packets(container, stream, file):
             num_packets += packet.size > 0
             for frame in decode(packet, stream, file):
-                if not 0 < frame.sample_rate <= _MAX_RATE:
-                    raise RequestError(f"the audio has a sampling rate of {frame.sample_rate} Hz")
+                if not 0 < frame.sample_rate <= HIGHEST_RATE:
+                    raise RequestError(
+                        f"the audio has a sampling rate of {frame.sample_rate} Hz: it may be 1 to {HIGHEST_RATE} Hz; "
+                        "send the clip at another rate"
+                    )
                 mono.add(to_mono(frame), frame.sample_rate)
         samples = mono.finish()
         if num_packets and not len(samples):

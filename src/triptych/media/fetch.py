@@ -27,6 +27,7 @@ from triptych.media.address import Resolver, addresses_of, host_of
 MAX_FETCHES = 16  # at once; each may hold max_bytes
 MAX_HEADER_BYTES = 65536
 READ_BYTES = 262144
+LONGEST_URL = 65536  # that httpx reads
 REDIRECTS = (301, 302, 303, 307, 308)
 PORTS = {"http": 80, "https": 443}
 
@@ -53,6 +54,11 @@ class Fetcher:
         Raises RequestError when the URL, its host, a redirect or the answer is refused, or time runs out;
         CapacityError when no download could begin within the time. Cancelled, it drops its connection.
         """
+        if len(text) > LONGEST_URL:
+            raise RequestError(
+                f"the URL has {len(text)} characters, and at most {LONGEST_URL} can be fetched; send the file as a "
+                "data: URL"
+            )
         try:
             url = httpx.URL(text)
         except (httpx.InvalidURL, ValueError):

@@ -173,7 +173,10 @@ class Loader:
             raise RequestError("the file has no sound: send one with an audio stream")
         features = lease.hold(entry)
         if part.kind == "video" and options.use_audio_in_video and entry.has_sound:
-            sound = await self._find("audio", content, MediaOptions(), data, max_rows)
+            try:
+                sound = await self._find("audio", content, MediaOptions(), data, max_rows)
+            except RequestError as error:
+                raise _of_sound(error) from error
             features = msgspec.structs.replace(features, sound=sound and lease.hold(sound))
         rows = part_rows(features, self._encoders)
         if max_rows is not None and rows > max_rows:
@@ -285,6 +288,14 @@ class Loader:
         asked = msgspec.msgpack.encode(msgspec.structs.replace(options, use_audio_in_video=False))
         pieces = (_FORMAT, kind.encode(), self._fingerprint, asked, content)
         return hashlib.sha256(b"".join(len(piece).to_bytes(4, "little") + piece for piece in pieces)).digest()
+
+
+def _of_sound(error: RequestError) -> RequestError:
+    """The same error about the sound of a video: the file is decoded as audio for it."""
+    message = f"the sound of the video cannot be heard (use_audio_in_video): {error}"
+    if isinstance(error, ContextLengthError):
+        return ContextLengthError(message, None)
+    return RequestError(message, error.param, error.code)
 
 
 def _of_kind(part: MediaPart, options: MediaOptions) -> MediaOptions:

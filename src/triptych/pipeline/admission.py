@@ -10,7 +10,7 @@ import msgspec
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors.wire import MediaItem, SubmitCodec, SubmitSpeech, SubmitText
 from triptych.errors import ContextLengthError, RequestError
-from triptych.models.qwen3_omni.bridge import ASSISTANT_ROWS, HEADER_ROWS, talker_prompt_token_ids, talker_spans
+from triptych.models.qwen3_omni.bridge import num_talker_rows, talker_prompt_token_ids, talker_spans
 from triptych.models.qwen3_omni.config import OmniConfig, TalkerConfig
 from triptych.models.qwen3_omni.media_layout import media_rows
 from triptych.pipeline.prepare import SHORTEN_MEDIA
@@ -99,7 +99,7 @@ def _speech(request: GenerationRequest, deploy: DeployConfig, config: OmniConfig
     except ValueError as error:
         raise RequestError(f"this prompt cannot be answered in speech: {error}", param="messages") from error
     context = _context(deploy, "talker", talker.text.max_position_embeddings)
-    rows = len(prompt) - HEADER_ROWS + ASSISTANT_ROWS
+    rows = num_talker_rows(prompt)
     left = context - rows
     if left < 1:
         among, remedy = _media_share(media, config)

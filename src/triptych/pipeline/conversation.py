@@ -20,7 +20,7 @@ import numpy as np
 
 from triptych.config.units import format_bytes
 from triptych.errors import RequestError
-from triptych.media.contract import MediaKind, MediaPart
+from triptych.media.contract import HIGHEST_RATE, MediaKind, MediaPart
 from triptych.pipeline.media import DETAIL_PIXELS
 
 Message = Mapping[str, Any]
@@ -36,7 +36,7 @@ _KINDS: dict[str, MediaKind] = {
 }
 _FETCHED = re.compile(r"(https?|data):", re.IGNORECASE)
 _PCM, _FLOAT = 1, 3  # sample formats of a WAV file
-_HIGHEST_RATE = 2**31 - 1
+_MOST_CHANNELS = 255
 
 
 def read_prompt(prompt: Prompt, max_bytes: int) -> tuple[list[Message], list[MediaPart]]:
@@ -159,13 +159,20 @@ def _wav(samples: Any, rate: Any, path: str) -> bytes:
             "[samples] or [samples, channels]",
             path,
         )
+    count, channels = array.shape if array.ndim == 2 else (len(array), 1)
+    if not 1 <= channels <= max(1, min(count, _MOST_CHANNELS)):
+        raise RequestError(
+            f"samples of shape {array.shape}, which is {count} of {channels} channels each; give the shape [samples, "
+            f"channels] (as array.T), with 1 to {_MOST_CHANNELS} channels and no more than there are samples",
+            path,
+        )
     whole = hasattr(rate, "__index__") and not isinstance(rate, bool)
-    if not whole or not 1 <= rate <= _HIGHEST_RATE:
-        raise RequestError(f"{rate!r:.80} is not a sample rate in Hz", path)
+    if not whole or not 1 <= rate <= HIGHEST_RATE:
+        message = f"{rate!r:.80} is not a sample rate in Hz: give a whole number from 1 to {HIGHEST_RATE}"
+        raise RequestError(message, path)
     rate = int(rate)
     form, kind = (_PCM, np.dtype("<i2")) if array.dtype == np.int16 else (_FLOAT, np.dtype("<f4"))
     body = np.ascontiguousarray(array, kind).tobytes()
-    channels = array.shape[1] if array.ndim == 2 else 1
     frame = channels * kind.itemsize
     fields = (16, form, channels, rate, rate * frame, frame, 8 * kind.itemsize)
     head = struct.pack("<4sI4s4sIHHIIHH4sI", b"RIFF", 36 + len(body), b"WAVE", b"fmt ", *fields, b"data", len(body))

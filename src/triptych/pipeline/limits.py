@@ -12,13 +12,15 @@ from triptych.engine.kv_budget import bytes_per_block, granted_blocks
 from triptych.engine.scheduler_config import scheduler_config
 from triptych.errors import ConfigError
 from triptych.models.qwen3_omni.config import DecoderConfig, OmniConfig
+from triptych.pipeline.warm_up import least_contexts
 
 
 def check_limits(deploy: DeployConfig, config: OmniConfig) -> None:
     """Hold a resolved deploy config to its checkpoint and to this machine.
 
-    Raises ConfigError, with the dotted path, for a token budget, a KV cache or a token id that cannot be, and where a
-    package is missing. The cache of a CUDA device is for its stage to size: only there is the device's memory known.
+    Raises ConfigError, with the dotted path, for a context, a token budget, a KV cache or a token id that cannot be,
+    and where a package is missing. The cache of a CUDA device is for its stage to size: only there is the device's
+    memory known.
     """
     for index, stage in enumerate(deploy.stages):
         if stage.quantization is not None and importlib.util.find_spec("torchao") is None:
@@ -26,6 +28,14 @@ def check_limits(deploy: DeployConfig, config: OmniConfig) -> None:
                 f"{stage.quantization!r} needs torchao, which is not installed; install triptych[quantization], or "
                 "leave the key out",
                 f"stages[{index}].quantization",
+            )
+        least = least_contexts(config)[stage.stage]
+        if stage.max_model_len < least:
+            raise ConfigError(
+                f"{stage.max_model_len} is less than {least}, the least that the {stage.stage} can serve: the shortest "
+                "turn of a user, the header of the answer and its beginning; write that or more, or 0 for all that the "
+                "checkpoint allows",
+                f"stages[{index}].max_model_len",
             )
         decoder = config.decoder(stage.stage)
         if decoder is not None:

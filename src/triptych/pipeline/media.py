@@ -11,6 +11,7 @@ import msgspec
 from triptych.config.json_value import shown
 from triptych.errors import DeadlineError, RequestError
 from triptych.media.contract import MediaLease, MediaLoader, MediaOptions, MediaPart
+from triptych.models.qwen3_omni.media_options import MAX_FPS, MIN_FPS
 
 PATH = "mm_processor_kwargs"
 DETAIL_PIXELS = {"auto": None, "low": 512 * 512, "high": None}  # of an image, as in OpenAI's API; None: the options'
@@ -61,6 +62,6 @@ def _problem(name: str, value: Any) -> str | None:
     if name == "use_audio_in_video":
         return None if type(value) is bool else "should be true or false"
     if name == "fps":
-        right = type(value) in (int, float) and 0 < value <= MOST
-        return None if right else "should be a number above 0"
+        right = type(value) in (int, float) and MIN_FPS <= value <= MAX_FPS
+        return None if right else f"should be a number from {MIN_FPS:g} to {MAX_FPS:g}"
     return None if type(value) is int and 1 <= value <= MOST else f"should be a whole number from 1 to {MOST}"

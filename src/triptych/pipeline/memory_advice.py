@@ -7,6 +7,7 @@ from typing import Any
 
 from triptych.engine.kv_budget import least_blocks
 from triptych.pipeline.memory_plan import DeviceLoad, MemoryPlan, ReplicaLoad
+from triptych.pipeline.warm_up import least_contexts
 
 Change = tuple[str, Any]  # a key of a stage, and its new value
 
@@ -19,7 +20,7 @@ def advice(plan: MemoryPlan, device: str, size: int) -> list[str]:
     found: list[str] = []
     seen: set[tuple[int, str]] = set()
     for replica in plan.devices[device].replicas:
-        for key, value in _candidates(replica):
+        for key, value in _candidates(replica, least_contexts(plan.config)[replica.config.stage]):
             if (replica.index, key) in seen:
                 continue
             if plan.changed(replica.index, **{key: value}).devices[device].fits(size):
@@ -31,7 +32,7 @@ def advice(plan: MemoryPlan, device: str, size: int) -> list[str]:
     return found
 
 
-def _candidates(replica: ReplicaLoad) -> Iterator[Change]:
+def _candidates(replica: ReplicaLoad, least_context: int) -> Iterator[Change]:
     """Values to try, of each key the nearest first."""
     stage = replica.config
     if stage.dtype == "float32":
@@ -50,7 +51,7 @@ def _candidates(replica: ReplicaLoad) -> Iterator[Change]:
             yield "gpu_memory_utilization", percent / 100
     if replica.block_bytes:
         step = 1024 if stage.max_model_len > 1024 else stage.block_size
-        for length in range((stage.max_model_len - 1) // step * step, 0, -step):
+        for length in range((stage.max_model_len - 1) // step * step, least_context - 1, -step):
             yield "max_model_len", length
     seqs = stage.max_num_seqs // 2
     while seqs:

@@ -16,7 +16,9 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from triptych.config.json_value import shown
 from triptych.config.platform import Platform
+from triptych.config.sampling import SEEDS
 from triptych.errors import ConfigError, RequestError, TriptychError
 from triptych.log import LEVELS
 from triptych.media.contract import MediaOptions, MediaPart
@@ -283,7 +285,11 @@ def _seeds(seed: Any, count: int) -> list[int | None]:
     for value in given:
         if value is not None and (isinstance(value, bool) or not hasattr(value, "__index__")):
             raise RequestError(f"{value!r} is not a whole number", param="seed")
-    return [None if value is None else operator.index(value) for value in given]
+    seeds = [None if value is None else operator.index(value) for value in given]
+    for value in seeds:
+        if value is not None and value not in SEEDS:
+            raise RequestError(f"seed {shown(value)} does not fit 64 bits", param="seed")
+    return seeds
 
 
 class _Collected:

@@ -14,7 +14,7 @@ import msgspec
 from triptych.config.sampling import SamplingParams, is_text, sampling_params
 from triptych.config.schema import DeployConfig, StageKind
 from triptych.connectors.wire import MediaItem
-from triptych.errors import ConfigError, ContextLengthError, RequestError
+from triptych.errors import ConfigError, ContextLengthError, RequestError, UnknownNameError
 from triptych.media.contract import MediaFeatures, MediaLease
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.models.qwen3_omni.media_layout import KINDS, Span, expand, media_rows, part_rows
@@ -225,7 +225,12 @@ def _params(
     try:
         return sampling_params(values, kind, speech=kind == "talker")
     except ConfigError as error:
-        raise RequestError(str(error), error.path) from error
+        raise wrong_parameter(error) from error
+
+
+def wrong_parameter(error: ConfigError) -> RequestError:
+    """A wrong sampling parameter as an error of the request that has it."""
+    return RequestError(str(error), error.path, "unknown_parameter" if isinstance(error, UnknownNameError) else None)
 
 
 def _check_vocabulary(params: SamplingParams, vocab_size: int, prefix: str = "") -> None:

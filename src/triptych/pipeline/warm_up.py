@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from triptych.config.sampling import SamplingParams
+from triptych.config.schema import StageKind
+from triptych.models.qwen3_omni.bridge import num_talker_rows, talker_prompt_token_ids
 from triptych.models.qwen3_omni.config import OmniConfig
 from triptych.pipeline.request import GenerationRequest
 
@@ -18,3 +22,10 @@ def warm_up_request(request_id: str, config: OmniConfig, *, speak: bool) -> Gene
     return GenerationRequest(
         request_id=request_id, prompt_token_ids=user + header, thinker=params, talker=params if speak else None
     )
+
+
+def least_contexts(config: OmniConfig) -> Mapping[StageKind, int]:
+    """The shortest context of each stage in which the warm-up fits: in tokens of text, rows of speech, codec frames."""
+    prompt = warm_up_request("", config, speak=False).prompt_token_ids
+    speech = num_talker_rows(talker_prompt_token_ids(prompt, config))
+    return {"thinker": len(prompt) + MAX_TOKENS, "talker": speech + 1, "code2wav": 1}

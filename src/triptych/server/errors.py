@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 
-from triptych.config.json_value import LONGEST_SHOWN, shown
+from triptych.config.json_value import cut, shown
 from triptych.errors import CapacityError, DeadlineError, RequestError, StageError
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _WORDS = {  # of pydantic's errors, in JSON's words; its own are Python's
     "bool_type": "should be true or false",
     "dict_type": "should be an object",
+    "finite_number": "should be a number, which NaN and Infinity are not",
     "float_type": "should be a number",
     "greater_than": "should be above {gt}",
     "greater_than_equal": "should be at least {ge}",
@@ -31,6 +32,7 @@ _WORDS = {  # of pydantic's errors, in JSON's words; its own are Python's
     "less_than_equal": "should be at most {le}",
     "list_type": "should be an array",
     "literal_error": "should be {expected}",
+    "string_too_long": "takes at most {max_length}, has {has}",
     "string_too_short": "needs at least {min_length}, has {has}",
     "string_type": "should be a string",
     "too_long": "takes at most {max_length}, has {has}",
@@ -142,14 +144,10 @@ def _worded(error: ErrorDetails) -> str:
             count, what = values[bound], "character" if error["type"].startswith("string") else "item"
             values |= {bound: f"{count} {what}" if count == 1 else f"{count} {what}s", "has": len(error["input"])}
     if "expected" in values:
-        expected = str(values["expected"]).replace("'", '"')
-        values["expected"] = {"False": "false", "True": "true"}.get(expected, expected)
+        values["expected"] = str(values["expected"]).replace("'", '"')
+    if error["type"] == "float_type" and type(error["input"]) is int:
+        return "should be a smaller number"  # no float holds it
     return _WORDS[error["type"]].format(**values) if error["type"] in _WORDS else error["msg"]
-
-
-def cut(name: str) -> str:
-    """As `shown`, for a name without quotes."""
-    return name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
 
 
 def install(app: FastAPI) -> None:

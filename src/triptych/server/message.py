@@ -20,7 +20,7 @@ MOST_MESSAGES = 16384  # as many as the longest context holds; and as many parts
 class Body(BaseModel):
     """Validation ends soon after the first error (here, and `fail_fast` in lists): a body may be full of them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -119,9 +119,11 @@ PARTS = ("text", "image_url", "audio_url", "video_url", "input_audio")
 
 
 def _known_part(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind not in PARTS:
-        known = ", ".join(PARTS)
+    kind = part.get("type", PARTS[0]) if isinstance(part, dict) else PARTS[0]
+    known = ", ".join(PARTS)
+    if not isinstance(kind, str):
+        raise PydanticCustomError("part_type", "should be one of {known}", {"key": "type", "known": known})
+    if kind not in PARTS:
         raise PydanticCustomError(
             "unsupported", "a part of type {kind}; this model takes {known}", {"kind": shown(kind), "known": known}
         )

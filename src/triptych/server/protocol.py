@@ -16,17 +16,45 @@ from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 
 from triptych.config.json_value import shown
-from triptych.config.sampling import sampling_params
+from triptych.config.sampling import (
+    LARGEST_TOP_K,
+    LONGEST_STOP_STRING,
+    MOST_STOP_STRINGS,
+    MOST_TOKENS,
+    sampling_params,
+)
 from triptych.errors import ConfigError, RequestError
 from triptych.media.contract import MediaOptions, MediaPart
 from triptych.pipeline.media import media_options
+from triptych.pipeline.prepare import wrong_parameter
 from triptych.server.audio import AudioFormat
 from triptych.server.errors import PayloadTooLargeError, invalid_request
 from triptych.server.message import NO_TOOLS, Body, Messages, TextPart, check_messages, refuse
 
 STAGES = ("thinker", "talker", "code2wav")
 MOST_METADATA = 16  # pairs, as in OpenAI's API
+_HALF_PAIR = ("unexpected end of hex escape", "lone leading surrogate in hex escape")
 MOST_VALUES = 2 * 1024**2  # in the JSON of a body, which without media is no longer than twice that
+
+
+def _only(allowed: bool | int) -> BeforeValidator:
+    """For a field of one value. To pydantic's Literal, as to Python, 1, 1.0 and true are one and the same."""
+
+    def check(value: Any) -> Any:
+        if value is not None and (type(value) is not type(allowed) or value != allowed):
+            raise PydanticCustomError("only", "should be {expected}", {"expected": shown(allowed)})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _text_alone(response_format: Any) -> Any:
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError(
+            "unsupported", 'the format {kind}; only "text" works here', {"key": "type", "kind": shown(kind)}
+        )
+    return response_format
 
 
 def _listed(value: Any) -> Any:
@@ -40,7 +68,7 @@ def _named_voice(voice: Any) -> Any:
 
 
 def _every_token(top_k: Any) -> Any:
-    return 0 if top_k == -1 else top_k  # vLLM's spelling of "keep every token"
+    return 0 if type(top_k) is int and top_k == -1 else top_k  # vLLM's spelling of "keep every token"
 
 
 def _biases(value: Any) -> Any:
@@ -72,7 +100,7 @@ class AudioOptions(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Annotated[Literal[False] | None, _only(False)] = None
 
 
 class ResponseFormat(Body):
@@ -89,11 +117,11 @@ class ChatCompletionRequest(Body):
     voice: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Literal[1] | None = None
-    response_format: ResponseFormat | None = None
+    n: Annotated[Literal[1] | None, _only(1)] = None
+    response_format: Annotated[ResponseFormat | None, BeforeValidator(_text_alone)] = None
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -104,12 +132,14 @@ class ChatCompletionRequest(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: (
         Annotated[
-            list[Annotated[str, Field(min_length=1)]], Field(max_length=16, fail_fast=True), BeforeValidator(_listed)
+            list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP_STRING)]],
+            Field(max_length=MOST_STOP_STRINGS, fail_fast=True),
+            BeforeValidator(_listed),
         ]
         | None
     ) = None
     # Sampling beyond OpenAI's, under vLLM's names.
-    top_k: Annotated[int, BeforeValidator(_every_token), Field(ge=0)] | None = None
+    top_k: Annotated[int, BeforeValidator(_every_token), Field(ge=0, le=LARGEST_TOP_K)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
@@ -121,7 +151,7 @@ class ChatCompletionRequest(Body):
     # Bookkeeping: accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
-    store: Literal[False] | None = None
+    store: Annotated[Literal[False] | None, _only(False)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -235,7 +265,7 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     try:
         value = from_json(body)
     except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from error
+        raise RequestError(f"the body is not JSON: {_reworded(str(error))}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise RequestError("the body is not a JSON object", code="invalid_json")
     try:
@@ -246,6 +276,14 @@ def parse_chat_request(body: bytes) -> ChatCompletionRequest:
     for check in _CHECKS:
         check(request)
     return request
+
+
+def _reworded(error: str) -> str:
+    """What the parser says; of half a surrogate pair it says only that an escape is wrong."""
+    what, at, place = error.rpartition(" at line ")
+    if what not in _HALF_PAIR:
+        return error
+    return f"a string has half of a surrogate pair, as of an emoji cut in two,{at}{place}; send whole characters"
 
 
 def _check_media_options(request: ChatCompletionRequest) -> None:
@@ -305,7 +343,7 @@ def _check_stage_params(request: ChatCompletionRequest) -> None:
         try:
             sampling_params(values, path, speech=STAGES[index] == "talker")
         except ConfigError as error:
-            raise RequestError(str(error), error.path, "invalid_value") from error
+            raise wrong_parameter(error) from error
     own = request.overrides()[0] | ({} if request.seed is None else {"seed": request.seed})
     for name, value in request.listed(0).items():
         if own.get(name) != value:

@@ -118,7 +118,8 @@ async def read_json_body(request: Request, limit: int, timeout_s: float, grow: C
     """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise UnsupportedMediaTypeError(f"content type {kind or None!r} is not 'application/json'")
+        found = f"content type {kind!r} is not" if kind else "the request has no content type; send"
+        raise UnsupportedMediaTypeError(f"{found} 'application/json'")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise UnsupportedMediaTypeError(f"content encoding {encoding!r} is not supported; send the body as it is")

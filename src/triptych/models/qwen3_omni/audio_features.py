@@ -23,6 +23,7 @@ BLOCK = 2048  # frames computed at a time, which bounds the memory beside wavefo
 MAX_FREQUENCY = 8000.0
 FLOOR = 1e-10
 DYNAMIC_RANGE = 8.0  # decades below the clip's loudest band
+LOUDEST = 1e15  # full scale is 1; the power of any band is still finite then
 STEP = math.log(6.4) / 27  # of Slaney's scale above 1 kHz, which is 15 mels
 
 
@@ -39,14 +40,18 @@ def log_mel(waveform: NDArray[np.float32], config: PreprocessorConfig) -> NDArra
         raise RequestError(
             f"the clip has {len(waveform)} samples at {config.sampling_rate} Hz; it must have at least {least}"
         )
+    loudest = float(max(waveform.max(), -waveform.min()))
+    if not loudest <= LOUDEST:  # NaN, too
+        raise RequestError(
+            f"the loudest sample of the clip is {loudest:g}: it may be at most {LOUDEST:g}, and full scale is 1; send "
+            "samples in [-1, 1]"
+        )
     frames = len(waveform) // config.hop_length
     spectrogram = np.empty((config.num_mel_bins, frames), np.float32)
     for start in range(0, frames, BLOCK):
         stop = min(start + BLOCK, frames)
         spectrogram[:, start:stop] = _decades(waveform, start, stop, config)
     peak = spectrogram.max()
-    if not math.isfinite(peak):
-        raise RequestError("the clip has samples that are not finite numbers, or far beyond full scale")
     np.maximum(spectrogram, peak - np.float32(DYNAMIC_RANGE), out=spectrogram)
     spectrogram += np.float32(4.0)
     spectrogram /= np.float32(4.0)

@@ -37,6 +37,11 @@ def talker_prompt_token_ids(prompt_token_ids: Sequence[int], config: OmniConfig)
     return tuple(kept)
 
 
+def num_talker_rows(talker_prompt: Sequence[int]) -> int:
+    """How many rows the Talker's prompt has, that of the answer's first token included."""
+    return len(talker_prompt) - HEADER_ROWS + ASSISTANT_ROWS
+
+
 def talker_spans(prompt_token_ids: Sequence[int], media: Sequence[Placed], config: OmniConfig) -> tuple[Span, ...]:
     """Where the media of the user turns lies in the Talker's prompt; `part` is the index in `media`.
 
