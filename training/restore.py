@@ -1,6 +1,7 @@
 """Give the trainers back what an exported checkpoint holds: every stage goes on from it under a new schedule.
 
-A checkpoint has only the decoder of the codec. Its encoder, which the Talker's training needs, lies beside this file.
+A checkpoint has only the decoder of the codec. Its encoder, which the Talker's training needs, lies beside this file;
+`--keep-encoder` writes it, and belongs to every change of the package's checkpoint.
 """
 
 from __future__ import annotations
@@ -73,9 +74,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=EMBEDDED["tiny"], help="the package's own when not given")
     parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--keep-encoder", action="store_true", help="keep what the codec under WORK has, and no more")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    restore(arguments.checkpoint, arguments.work)
+    if arguments.keep_encoder:
+        keep_encoder(arguments.work)
+    else:
+        restore(arguments.checkpoint, arguments.work)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ OWN_UTTERANCES = 1_500  # that the Talker says itself
 CLOSED = 0.15  # of the crops then, answers of closed lists
 CLARITY = 0.3  # weight of what the phone ear hears
 OPENINGS, LEAD = 0.3, 4  # of the batches, those of first frames; in the others so many frames are not heard
+ONSET, ONSET_SAMPLES = 20.0, FRAME // 16  # weight of how the first 5 ms differ: a tick there is no spectrum, and short
 SEED = 1
 
 
@@ -140,7 +141,8 @@ def train(
         output, target = output[:, lead * FRAME :], target[:, lead * FRAME :]
         spectral, absolute = spectral_loss(output, target), F.l1_loss(output, target)
         clarity = clarity_loss(ear, output, target)
-        loss = spectral + absolute + CLARITY * clarity + 0.25 * commitment
+        onset = F.l1_loss(output[:, :ONSET_SAMPLES], target[:, :ONSET_SAMPLES]) if lead == 0 else torch.zeros(())
+        loss = spectral + absolute + CLARITY * clarity + 0.25 * commitment + ONSET * onset
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 5.0)
@@ -152,6 +154,7 @@ def train(
             l1=absolute.item(),
             clarity=clarity.item(),
             commitment=commitment.item(),
+            onset=onset.item(),
             gradient=norm.item(),
             rate=rate,
             used_first=used[0],
