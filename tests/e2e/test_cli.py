@@ -11,8 +11,8 @@ import subprocess
 import sys
 import wave
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -212,7 +212,7 @@ def test_a_signal_while_loading_ends_it_too(environment: dict[str, str], number:
 ENDLESS = {
     "model": "nano",
     "messages": [{"role": "user", "content": "hello"}],
-    "max_tokens": 900,
+    "max_tokens": 2500,
     "ignore_eos": True,
     "temperature": 1.0,
     "seed": 1,
@@ -222,27 +222,31 @@ ENDLESS = {
 @pytest.mark.parametrize("seconds", ["0", "1000"])
 def test_answers_that_a_stop_cuts_end_with_an_error(environment: dict[str, str], seconds: str) -> None:
     """At once, or with a second signal; a client that stalls holds nothing up."""
-    with serving(environment, "--shutdown-timeout", seconds) as served:
-        address = served.url.removeprefix("http://").split(":")
-        stalled = socket.create_connection((address[0], int(address[1])))
-        stalled.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
-        stalled.sendall(b"Content-Length: 500\r\n\r\n{")
+    with serving(environment, "--shutdown-timeout", seconds) as served, ExitStack() as stack:
+        address = served.url.removeprefix("http://")
+        stalled, whole = (HTTPConnection(address, timeout=LOAD_S) for _ in range(2))
+        stack.callback(stalled.close)
+        stack.callback(whole.close)
+        stalled.putrequest("POST", "/v1/chat/completions")
+        stalled.putheader("Content-Type", "application/json")
+        stalled.putheader("Content-Length", "500")
+        stalled.endheaders(b"{")
         spoken = ENDLESS | {"modalities": ["text", "audio"], "audio": {"format": "flac"}}
-        with ThreadPoolExecutor(1) as pool, httpx.Client(timeout=LOAD_S) as client:
-            whole = pool.submit(httpx.post, f"{served.url}/v1/chat/completions", json=spoken, timeout=LOAD_S)
-            with client.stream("POST", f"{served.url}/v1/chat/completions", json=ENDLESS | {"stream": True}) as answer:
-                lines = answer.iter_lines()
-                assert next(lines).startswith("data: {")
+        whole.request("POST", "/v1/chat/completions", json.dumps(spoken), {"Content-Type": "application/json"})
+        client = stack.enter_context(httpx.Client(timeout=LOAD_S))
+        with client.stream("POST", f"{served.url}/v1/chat/completions", json=ENDLESS | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: {")
+            served.process.send_signal(signal.SIGTERM)
+            if seconds != "0":
+                served.wait_for("Waiting for connections")
                 served.process.send_signal(signal.SIGTERM)
-                if seconds != "0":
-                    served.wait_for("Waiting for connections")
-                    served.process.send_signal(signal.SIGTERM)
-                events = [line for line in lines if line]
-            cut = whole.result()
+            events = [line for line in lines if line]
+        cut = whole.getresponse()
+        error = json.loads(cut.read())["error"]
         returned, log = served.stop(signal.SIGTERM)
-        stalled.close()
-    assert (returned, cut.status_code, cut.headers["retry-after"]) == (0, 503, "1"), log
-    assert cut.json()["error"]["message"] == "the server is shutting down"
+    assert (returned, cut.status, cut.headers["retry-after"]) == (0, 503, "1"), log
+    assert error["message"] == "the server is shutting down"
     assert json.loads(events[-1].removeprefix("data: "))["error"]["message"] == "the server is shutting down"
     assert "Traceback" not in log and "failed while it was streamed: the server is shutting down" in log
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from triptych.pipeline.supervisor import Progress
     from triptych.server.tracing import Tracing
 
-LAST_WORDS_S = 2  # for answers that are told that the server stops, to tell their clients
+LAST_WORDS_S = 5  # for answers that are told that the server stops, to tell their clients
 
 logger = logging.getLogger(__name__)
 
