@@ -462,9 +462,11 @@ async def test_long_body_is_refused_while_it_is_read(make_app: Callable[..., Fas
 
 
 async def test_unknown_route_and_method_have_openais_error_body(client: httpx.AsyncClient) -> None:
-    assert "/v1/nothing" in error_of(await client.get("/v1/nothing"), 404)["message"]
+    error = error_of(await client.get("/v1/nothing"), 404)
+    assert "GET /v1/nothing" in error["message"] and "POST /v1/chat/completions" in error["message"]
+    assert error["code"] == "path_not_found"
     response = await client.get("/v1/chat/completions")
-    error_of(response, 405)
+    assert error_of(response, 405)["code"] == "method_not_allowed"
     assert response.headers["allow"] == "POST"
 
 

@@ -67,12 +67,12 @@ def create_app(
     voices = list(config.talker.speaker_id) if config.talker and has_speech(config, deploy) else []
     api = _api(chat, names, voices, context_length(config, deploy))
     app = FastAPI(title="Triptych", version=__version__, docs_url=None, redoc_url=None)  # those pages load scripts
-    errors.install(app)
-    app.add_exception_handler(ClientGone, _client_gone)
     key = [Depends(require_key(api_key))]
     app.include_router(api, prefix="/v1", dependencies=key)
     app.include_router(api, dependencies=key, include_in_schema=False)
     app.include_router(_probes(orchestrator, metrics, deploy.heartbeat_timeout_s))
+    errors.install(app)
+    app.add_exception_handler(ClientGone, _client_gone)
     return app
 
 

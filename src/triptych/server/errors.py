@@ -38,6 +38,7 @@ _WORDS = {  # of pydantic's errors, in JSON's words; its own are Python's
     "too_long": "takes at most {max_length}, has {has}",
     "too_short": "needs at least {min_length}, has {has}",
 }
+_ROUTING = {404: "path_not_found", 405: "method_not_allowed"}  # `code` of what no route takes
 STAGE_RETRY_AFTER = 5  # seconds until a stage that is being restarted is worth another try
 
 
@@ -63,13 +64,22 @@ class ModelNotFoundError(RequestError):
 class BodyTimeoutError(RequestError):
     status = 408
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="body_timeout")
+
 
 class PayloadTooLargeError(RequestError):
     status = 413
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="payload_too_large")
+
 
 class UnsupportedMediaTypeError(RequestError):
     status = 415
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="unsupported_media_type")
 
 
 def status_of(error: Exception) -> int:
@@ -99,7 +109,7 @@ def error_body(error: Exception) -> dict[str, Any]:
         case DeadlineError():
             message, kind, code = _named(error), "timeout", "deadline_exceeded"
         case HTTPException():
-            message, kind = str(error.detail), "invalid_request_error"
+            message, kind, code = str(error.detail), "invalid_request_error", _ROUTING.get(error.status_code)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -151,7 +161,10 @@ def _worded(error: ErrorDetails) -> str:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error, of ours or of the framework, in OpenAI's shape."""
+    """Answer every error, of ours or of the framework, in OpenAI's shape. To be called when `app` has its routes."""
+    served = ", ".join(
+        f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods
+    )
 
     async def known(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, StageError | DeadlineError):
@@ -159,9 +172,9 @@ def install(app: FastAPI) -> None:
         return error_response(error)
 
     async def not_routed(request: Request, error: Exception) -> JSONResponse:
-        if isinstance(error, HTTPException) and error.status_code in (404, 405):
-            where = f"{request.method} {cut(request.url.path)}"
-            error = HTTPException(error.status_code, f"{where}: {error.detail}", error.headers)
+        if isinstance(error, HTTPException) and error.status_code in _ROUTING:
+            message = f"{request.method} {cut(request.url.path)}: {error.detail}; this server has {served}"
+            error = HTTPException(error.status_code, message, error.headers)
         return error_response(error)
 
     for kind in (RequestError, CapacityError, StageError, DeadlineError):
