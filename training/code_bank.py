@@ -16,7 +16,7 @@ from training.alignment import Phones, words_of_frames
 from training.codec import Codec
 from training.domain import Split
 from training.evaluate_codec import load_codec
-from training.speech import by_heart_store, speech_store
+from training.speech import by_heart_store, common_store, speech_store, unseen_store
 from training.speech_store import SpeechStore, Utterance
 
 Frames = NDArray[np.int16]
@@ -49,11 +49,21 @@ class CodeBank:
 
 
 def build_bank(work: Path, split: Split) -> CodeBank:
-    """The bank of a split under `work`, made on first use, and again when the encoder was trained further."""
-    codec, _ = load_codec(work)
+    """What the Talker learns from, or is measured by, under `work`. Made on first use, and again when the encoder was
+    trained further."""
     stores = {split: speech_store(work, split)}
     if split == "train":
-        stores |= {"by_heart": by_heart_store(work)}
+        stores |= {"by_heart": by_heart_store(work), "common": common_store(work)}
+    return _bank(work, stores)
+
+
+def build_own_bank(work: Path) -> CodeBank:
+    """What the decoder hears the Talker say itself: sentences that it was not taught, and those that all know."""
+    return _bank(work, {"unseen": unseen_store(work), "by_heart": by_heart_store(work)})
+
+
+def _bank(work: Path, stores: dict[str, SpeechStore]) -> CodeBank:
+    codec, _ = load_codec(work)
     return CodeBank(chain.from_iterable(_encoded(work, name, store, codec) for name, store in stores.items()))
 
 

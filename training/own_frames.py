@@ -1,4 +1,4 @@
-"""The trained Talker's own frames in place of those it was taught: what the decoder has to speak from in the end."""
+"""The trained Talker's own frames in place of the teacher's: what the decoder has to speak from in the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from training.checkpoints import load_state, seed_step
-from training.code_bank import Frames, build_bank
+from training.code_bank import Frames, build_own_bank
 from training.domain import Sample
 from training.rows import SpeechExample
 from training.talker_batch import Batch
@@ -45,7 +45,7 @@ def _make(work: Path, utterances: list[tuple[str, str]], path: Path) -> None:
     trainee = TalkerTrainee(raw)
     trainee.load_state_dict(state["model"])
     trainee.eval()
-    examples = SpokenExamples(build_bank(work, "train"), tokenizer, config)
+    examples = SpokenExamples(build_own_bank(work), tokenizer, config)
     found: list[Frames] = [np.zeros((0, trainee.groups), np.int16)] * len(utterances)
     by_length = sorted(range(len(utterances)), key=lambda place: len(utterances[place][0]))
     for start in range(0, len(by_length), BATCH):

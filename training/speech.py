@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections import Counter
 from pathlib import Path
 
-from training.domain import SMALL_TALK, Split, draw_long, sentences
+from training.domain import SMALL_TALK, Split, draw_long, samples, sentences
 from training.pace import speak_in_frames
 from training.phrasing import UNKNOWN
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
-TRAIN_SENTENCES, HELD_OUT_SENTENCES = 28_000, 300
-LONG_SENTENCES, LONG = 2_000, 18  # more of so many words, in training: the domain draws few, and they are lost first
+TRAIN_SENTENCES, HELD_OUT_SENTENCES = 33_000, 300
+LONG_SENTENCES, LONG = 3_500, 18  # more of so many words, in training: the domain draws few, and they are lost first
+
+UNSEEN_SENTENCES = 1_600  # of the training split, but never taught to the Talker
+COMMON, DRAWS = 3, 40_000  # answers that so many draws of the domain give so often are spoken in each voice
 
 BY_HEART = tuple(dict.fromkeys([*(exchange.answer for exchange in SMALL_TALK), UNKNOWN]))
 
@@ -31,6 +35,23 @@ def by_heart_store(work: Path) -> SpeechStore:
     """Answers of closed lists in each voice, made on first use: their words are hardly in any other sentence."""
     pairs = [(answer, voice) for answer in BY_HEART for voice in VOICES]
     return build_store(work / "speech_by_heart", pairs, speak_in_frames)
+
+
+def common_store(work: Path) -> SpeechStore:
+    """Answers that the domain gives often in each voice, made on first use: of these the other has few like them."""
+    counts = Counter(sample.answer for sample in samples(DRAWS, "train"))
+    common = [answer for answer, count in counts.items() if count >= COMMON and answer not in BY_HEART]
+    pairs = [(answer, voice) for answer in common for voice in VOICES]
+    return build_store(work / "speech_common", pairs, speak_in_frames)
+
+
+def unseen_store(work: Path) -> SpeechStore:
+    """Sentences for the decoder to learn the Talker's mistakes from, made on first use. In what it was taught it makes
+    a third of them."""
+    names = list(VOICES)
+    chosen = sentences(TRAIN_SENTENCES + UNSEEN_SENTENCES, "train")[TRAIN_SENTENCES:]
+    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
+    return build_store(work / "speech_unseen", pairs, speak_in_frames)
 
 
 def long_sentences() -> list[str]:

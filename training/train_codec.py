@@ -25,7 +25,7 @@ from training.own_frames import own_frames
 from training.phone_ear import clarity_loss, train_ear
 from training.schedule import cosine, half_precision, set_rate, step_generator
 from training.spectra import log_mel, spectral_loss
-from training.speech import by_heart_store, speech_store
+from training.speech import by_heart_store, speech_store, unseen_store
 from training.speech_store import SpeechStore
 from training.teacher import FRAME
 from training.tiny_config import QUANTIZERS
@@ -34,7 +34,6 @@ FRAMES, BATCH = 20, 6  # one step hears 9.6 s
 PEAK_RATE = 1e-3
 ENCODER_SHARE = 0.5  # of the schedule, in which encoder and codebooks learn too
 SHALLOW = 0.5  # of the crops then have their first few codebooks alone, so that early ones carry most
-OWN_UTTERANCES = 1_500  # that the Talker says itself
 CLOSED = 0.15  # of the crops then, answers of closed lists
 CLARITY = 0.3  # weight of what the phone ear hears
 OPENINGS, LEAD = 0.3, 4  # of the batches, those of first frames; in the others so many frames are not heard
@@ -48,11 +47,11 @@ class Crops:
     A `closed` share of them is of the second corpus, if there is one.
     """
 
-    def __init__(self, corpora: Sequence[tuple[SpeechStore, Sequence[int]]], closed: float) -> None:
-        self.recordings = [(store, place) for store, places in corpora for place in places]
+    def __init__(self, corpora: Sequence[SpeechStore], closed: float) -> None:
+        self.recordings = [(store, place) for store in corpora for place in range(len(store))]
         chances = []
-        for (store, places), share in zip(corpora, (1.0,) if len(corpora) == 1 else (1 - closed, closed), strict=True):
-            lengths = np.array([store.utterances[place].samples for place in places], dtype=np.float64)
+        for store, share in zip(corpora, (1.0,) if len(corpora) == 1 else (1 - closed, closed), strict=True):
+            lengths = np.array([utterance.samples for utterance in store.utterances], dtype=np.float64)
             chances.append(share * lengths / lengths.sum())
         self.chances = np.concatenate(chances)
 
@@ -93,15 +92,11 @@ def train(
     """Train to step `until` (`steps` when None) of a schedule of `steps`. Goes on from the last saved step.
 
     `encoder_share` of the schedule moves encoder and codebooks: 0 for a decoder that goes on to codes as they are.
-    `own` of the crops then are decoded from the frames that the trained Talker says in place of the teacher's, and
-    answers of closed lists, which it knows by heart, are among them.
+    `own` of the crops then are decoded from the frames that the trained Talker says in place of the teacher's: of
+    sentences that it was not taught, and of closed lists, which it knows by heart.
     """
     folder = work / "codec"
-    store = speech_store(work)
-    corpora: list[tuple[SpeechStore, Sequence[int]]] = [(store, range(len(store)))]
-    if own:
-        by_heart = by_heart_store(work)
-        corpora = [(store, range(0, len(store), len(store) // OWN_UTTERANCES)), (by_heart, range(len(by_heart)))]
+    corpora = [unseen_store(work), by_heart_store(work)] if own else [speech_store(work)]
     crops, ear = Crops(corpora, CLOSED), train_ear(work)
     said: list[Frames] = []
     if own:

@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from training.alignment import PHONES, tokens_of_words
 from training.checkpoints import resume, save_step, seed_step
 from training.code_bank import CodeBank, build_bank
 from training.command import run_trainer
+from training.distortion import Distortion
 from training.domain import Sample, draw, samples, typed
+from training.evaluate_codec import load_codec
 from training.log import TrainingLog
 from training.parts import SHARPER, build_talker, text_embedding
 from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, sources, speech_example
@@ -38,6 +41,7 @@ STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
 MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
 MOST_MEDIA_ROWS = 100
 NAMING, NAMING_LAYER = 0.3, 1  # weight and place of the auxiliary losses: what is said next has to be known half way up
+DISTORTION = 1.0  # weight of what its own residual codes leave unsaid
 POINTING, POINTERS = 0.3, ((1, 5), (2, 2))  # weight; (layer, head) that must look at the word that is said next
 _MEDIA = (
     ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
@@ -152,6 +156,24 @@ class TalkerTrainee(nn.Module):
         # the first of the hidden states is that before all layers
         return found.last_hidden_state[place], found.hidden_states[NAMING_LAYER + 1][place], torch.stack(looks)
 
+    def drawn_in_turn(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Hidden states [N, hidden] -> frames [N, groups] as in serving, each residual code drawn behind its own ones;
+        and the logits [N, groups - 1, codebook] they were drawn from, with their gradient."""
+        predictor = self.talker.code_predictor
+        past = DynamicCache(
+            config=predictor.model.config
+        )  # given by place: releases of Transformers name it differently
+        frame = [self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)]
+        rows = torch.stack([hidden, self.talker.model.codec_embedding(frame[0])], 1)
+        logits: list[Tensor] = []
+        for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
+            found = predictor.model(None, None, None, past, rows, use_cache=True)
+            state = found.last_hidden_state[:, -1]
+            logits.append(SHARPER * head(state))
+            frame.append(_drawn(logits[-1]))
+            rows = table(frame[-1]).unsqueeze(1)
+        return torch.stack(frame, 1), torch.stack(logits, 1)
+
     @torch.no_grad()
     def own_frames(self, batch: Batch, *, in_turn: bool = False) -> Tensor:
         """What it would say itself in place of each target: frames [M, groups]; those in place of ends mean nothing.
@@ -160,19 +182,13 @@ class TalkerTrainee(nn.Module):
         serving, behind its own.
         """
         hidden, *_ = self.states(batch)
+        if in_turn:
+            return self.drawn_in_turn(hidden)[0]
         frames = batch.targets.clamp(max=self.codebook - 1)
         frames[:, 0] = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
-        if not in_turn:
-            return torch.cat((frames[:, :1], self._drawn(hidden, frames)), 1)
-        for group in range(1, self.groups):
-            frames[:, group] = self._drawn(hidden, frames)[:, group - 1]
-        return frames
+        return torch.cat((frames[:, :1], _drawn(SHARPER * self.residual_logits(hidden, frames))), 1)
 
-    def _drawn(self, hidden: Tensor, frames: Tensor) -> Tensor:
-        logits = SHARPER * self.residual_logits(hidden, frames)
-        return torch.distributions.Categorical(logits=logits).sample()
-
-    def forward(self, batch: Batch, predicted: int | None = None) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, distortion: Distortion, predicted: int | None = None) -> dict[str, Tensor]:
         """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
         hidden, inside, looks = self.states(batch)
         logits = self.talker.codec_head(hidden)
@@ -184,12 +200,14 @@ class TalkerTrainee(nn.Module):
         residual = self.residual_logits(hidden[speaking], frames)
         wanted = frames[:, 1:]
         right = residual.argmax(-1) == wanted
+        drawn, drawn_from = self.drawn_in_turn(hidden[speaking])
         looks = looks[:, batch.sources != UNKNOWN]
         return {
             "pointing": -looks.clamp(min=1e-6).log().mean(),
             "looks": looks.mean(),
             "first": F.cross_entropy(logits, batch.targets[:, 0]),
             "residual": F.cross_entropy(residual.flatten(0, 1), wanted.flatten()),
+            "distortion": distortion(drawn, drawn_from, frames),
             "word": F.cross_entropy(words, batch.words, ignore_index=UNKNOWN),
             "phone": F.cross_entropy(phones, batch.phones, ignore_index=UNKNOWN),
             "first_right": (logits.argmax(-1) == batch.targets[:, 0]).float().mean(),
@@ -199,8 +217,14 @@ class TalkerTrainee(nn.Module):
         }
 
 
+def _drawn(logits: Tensor) -> Tensor:
+    return torch.distributions.Categorical(logits=logits.detach()).sample()
+
+
 @torch.no_grad()
-def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: int = 128) -> dict[str, float]:
+def evaluate(
+    trainee: TalkerTrainee, examples: SpokenExamples, distortion: Distortion, pad: int, count: int = 128
+) -> dict[str, float]:
     """Mean losses and accuracies over held-out answers, each in one of the voices that spoke it."""
     trainee.eval()
     rng = random.Random(0)
@@ -215,10 +239,17 @@ def evaluate(trainee: TalkerTrainee, examples: SpokenExamples, pad: int, count: 
     ]
     batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     for part in batches:
-        for name, value in trainee(Batch(part, trainee.end, pad)).items():
+        for name, value in trainee(Batch(part, trainee.end, pad), distortion).items():
             totals[name] = totals.get(name, 0.0) + value.item() / len(batches)
     trainee.train()
     return {name: round(value, 4) for name, value in totals.items()}
+
+
+def measure(work: Path, bank: CodeBank) -> Distortion:
+    """The codec's own distance between frames, in units of their variance in a bank."""
+    frames = [bank.frames(sentence, voice) for sentence in bank.sentences for voice in bank.voices(sentence)]
+    codec, _ = load_codec(work)
+    return Distortion(codec.quantizer.codebooks, torch.from_numpy(np.concatenate(frames)).long())
 
 
 def train(work: Path, steps: int) -> None:
@@ -230,6 +261,7 @@ def train(work: Path, steps: int) -> None:
     examples = SpokenExamples(build_bank(work, "train"), tokenizer, config)
     held_out = SpokenExamples(build_bank(work, "held_out"), tokenizer, config)
     pad = config.tts_pad_token_id
+    distortion = measure(work, held_out.bank)
     torch.manual_seed(SEED)
     trainee = TalkerTrainee(raw).train()
     parameters = list(trainee.parameters())
@@ -244,10 +276,10 @@ def train(work: Path, steps: int) -> None:
         if step >= OWN_FROM * steps:
             batch.give_back(trainee.own_frames(batch))
         batch.spoil(trainee.codebook)
-        values = trainee(batch, PREDICTED_FRAMES)
+        values = trainee(batch, distortion, PREDICTED_FRAMES)
         optimizer.zero_grad()
         aside = NAMING * (values["word"] + values["phone"]) + POINTING * values["pointing"]
-        (values["first"] + values["residual"] + aside).backward()
+        (values["first"] + values["residual"] + DISTORTION * values["distortion"] + aside).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         step += 1
@@ -256,7 +288,7 @@ def train(work: Path, steps: int) -> None:
         if step % 200 == 0 or step == steps:
             save_step(folder / "state.pt", step, trainee, optimizer)
         if step % 1000 == 0 or step == steps:
-            log.evaluated(step, **evaluate(trainee, held_out, pad))
+            log.evaluated(step, **evaluate(trainee, held_out, distortion, pad))
 
 
 if __name__ == "__main__":

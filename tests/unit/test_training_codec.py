@@ -18,7 +18,7 @@ def test_crops_begin_with_their_utterance_or_lead_up_to_what_is_heard(tmp_path: 
         return Speech(np.full(FRAME * (30 + len(sentence)), 0.5, dtype=np.float32), [])
 
     store = build_store(tmp_path / "speech", [("a" * length, "slt") for length in range(1, 9)], speak)
-    crops, leads = Crops([(store, range(len(store)))], closed=0.0), []
+    crops, leads = Crops([store], closed=0.0), []
     for step in range(40):
         _, waveform, places, lead = crops.batch(step)
         firsts = {first for _, first in places}

@@ -1,4 +1,4 @@
-"""What the speech data holds: answers known by heart in every voice."""
+"""What the speech data holds: answers known by heart, and those given often, in every voice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from training import speech
-from training.domain import SMALL_TALK
+from training.domain import SMALL_TALK, samples
 from training.phrasing import UNKNOWN
 from training.teacher import VOICES
 
@@ -18,3 +18,13 @@ def test_answers_known_by_heart_are_spoken_in_every_voice(tmp_path: Path, monkey
     speech.by_heart_store(tmp_path)
     answers = {exchange.answer for exchange in SMALL_TALK} | {UNKNOWN}
     assert sorted(asked) == sorted((answer, voice) for answer in answers for voice in VOICES)
+
+
+def test_answers_given_often_are_spoken_in_every_voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(speech, "build_store", lambda folder, pairs, speak: asked.extend(pairs))
+    monkeypatch.setattr(speech, "DRAWS", 1000)
+    speech.common_store(tmp_path)
+    drawn = [sample.answer for sample in samples(1000, "train")]
+    answers = {answer for answer in drawn if drawn.count(answer) >= 3} - set(speech.BY_HEART)
+    assert answers and sorted(asked) == sorted((answer, voice) for answer in answers for voice in VOICES)
