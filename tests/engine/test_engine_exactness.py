@@ -197,6 +197,15 @@ def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
     assert audio["a"].shape != audio["c"].shape or not np.array_equal(audio["a"], audio["c"])
 
 
+def test_a_temperature_of_next_to_nothing_is_greedy_in_every_codebook(nano: Path) -> None:
+    bench = Bench(nano)
+    for name, temperature, seed in (("none", 0.0, 1), ("next", 1e-6, 2)):
+        speech = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=seed)
+        bench.submit(name, bench.prompt(40, 41, 42), thinker=TEXT, talker=speech)
+        bench.run()
+    assert_same(bench.replies["next"], bench.replies["none"])
+
+
 def test_abort_frees_everything_and_disturbs_nobody(nano: Path, eager: bool, reference: dict[int, Reply]) -> None:
     bench = Bench(nano, enforce_eager=eager)
     for index, prompt in enumerate(prompts(bench, 12)):
