@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from tests.stage_bench import Bench, Reply
 from triptych.config.sampling import SamplingParams
@@ -195,6 +196,34 @@ def test_same_seed_same_audio_other_seed_other_audio(nano: Path) -> None:
         audio[name] = bench.replies[name].audio
     np.testing.assert_array_equal(audio["a"], audio["b"])
     assert audio["a"].shape != audio["c"].shape or not np.array_equal(audio["a"], audio["c"])
+
+
+def test_a_temperature_of_next_to_nothing_is_greedy_in_every_codebook(nano: Path) -> None:
+    bench = Bench(nano)
+    for name, temperature, seed in (("none", 0.0, 1), ("next", 1e-6, 2)):
+        speech = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=seed)
+        bench.submit(name, bench.prompt(40, 41, 42), thinker=TEXT, talker=speech)
+        bench.run()
+    assert_same(bench.replies["next"], bench.replies["none"])
+
+
+def test_a_request_without_finite_logits_spoils_no_blocks_for_those_after_it(nano: Path, eager: bool) -> None:
+    bench = Bench(nano, enforce_eager=eager)
+    text = SamplingParams(temperature=0.0, max_tokens=4, seed=0, ignore_eos=True)
+    bad, good = bench.prompt(*[40] * 60), bench.prompt(41, 42)
+    table = bench.thinker.model.embed_tokens
+    kept = table[40].clone()
+    with torch.inference_mode():
+        bench.submit("before", good, speak=False, thinker=text)
+        bench.run()
+        table[40] = torch.nan
+        bench.submit("bad", bad, speak=False, thinker=text)
+        bench.run()
+        table[40] = kept
+        bench.submit("after", good, speak=False, thinker=text)
+        bench.run()
+    assert bench.replies["bad"].failure == "the model gave no finite logits"
+    assert bench.replies["after"] == bench.replies["before"]
 
 
 def test_abort_frees_everything_and_disturbs_nobody(nano: Path, eager: bool, reference: dict[int, Reply]) -> None:

@@ -361,6 +361,18 @@ def test_requests_beyond_the_slots_wait_in_order(model: Code2Wav) -> None:
     bench.assert_empty()
 
 
+def test_a_stream_that_has_nothing_to_decode_keeps_nobody_from_a_slot(model: Code2Wav) -> None:
+    """The Talker may start requests in another order than they came, and then wait for this stage."""
+    bench = Bench(model, max_num_seqs=1, window=8)
+    bench.submit("a")
+    bench.speak("b", codes(50))
+    assert bench.outbox.ended("b")
+    bench.receiver.put("a", codes(6), final=True)
+    bench.run()
+    assert bench.outbox.ended("a")
+    bench.assert_empty()
+
+
 def test_the_stream_whose_audio_runs_out_first_goes_first(bench: Bench) -> None:
     for name in ("ahead", "behind"):
         bench.submit(name)
@@ -574,6 +586,7 @@ def test_abort_frees_everything_at_any_moment_and_twice(model: Code2Wav, moment:
     bench = Bench(model, max_num_seqs=1, window=8)
     if moment == "waiting":
         bench.submit("first")
+        bench.receiver.put("first", codes(3))
     bench.submit("a", credit=0 if moment == "parked" else PLENTY)
     frames = {"buffered": 1, "parked": 18, "speaking": 4, "waiting": 3, "over": 4}.get(moment, 0)
     for index in range(frames):
@@ -661,7 +674,6 @@ def test_random_life_ends_with_everything_free(model: Code2Wav) -> None:
                 bench.stage.step()
             stats = bench.stage.stats()
             assert stats.running <= 2
-            assert stats.waiting == 0 or stats.running == 2
     stats = bench.stage.stats()
     ended = (stats.counts.gen_time_s.count, stats.counts.failed, stats.counts.aborted)
     assert min(ended) > 0 and sum(ended) + stats.running + stats.waiting == len(names)

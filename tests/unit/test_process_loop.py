@@ -228,6 +228,27 @@ def test_credit_released_by_a_later_stage_wakes_an_earlier_one_without_a_wait(be
     assert time.monotonic() - started < 0.5, "the loop slept over work that it had"
 
 
+def test_what_an_earlier_stage_hands_on_as_it_takes_its_inputs_is_taken_without_a_wait(bench: Bench) -> None:
+    """As the Talker does with the end of an answer that has no text."""
+    handed: list[int] = []
+    talker, codec = bench.stages["talker"], bench.stages["code2wav"]
+
+    def hand_on_once() -> None:
+        if talker.polls == 1:
+            handed.append(1)
+
+    def take() -> None:
+        if handed:
+            codec.work += 1
+            handed.clear()
+
+    talker.on_poll, codec.on_poll = hand_on_once, take
+    codec.on_step = lambda: bench.tell(Shutdown())
+    started = time.monotonic()
+    bench.loop.run()
+    assert time.monotonic() - started < 0.5, "the loop slept over work that it had"
+
+
 def test_an_idle_loop_sleeps_and_a_busy_one_does_not_forget_its_heartbeat(bench: Bench) -> None:
     thread = bench.start()
     time.sleep(1.3)

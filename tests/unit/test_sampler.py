@@ -198,6 +198,16 @@ def test_penalties_count_what_was_drawn() -> None:
     assert run(GREEDY, 3) == [0, 0, 0]  # and the next request in the slot starts clean
 
 
+def test_a_request_without_a_repetition_penalty_is_clean_of_the_one_before_it_beside_a_row_that_has_one() -> None:
+    logits = torch.tensor([[2.0, 1.0, -5.0, -5.0]] * 2)
+    sampler = Sampler(num_slots=2, vocab_size=4, device="cpu")
+    sampler.admit(0, SamplingParams(temperature=0.0, repetition_penalty=3.0), [0])
+    sampler.release(0)
+    sampler.admit(0, GREEDY, [0])
+    sampler.admit(1, SamplingParams(temperature=0.0, repetition_penalty=3.0))
+    assert sampler.sample(logits, [0, 1], [0, 0], TEXT).token_ids.tolist() == [0, 0]
+
+
 def test_logit_bias_moves_and_suppression_wins() -> None:
     sampler = Sampler(num_slots=1, vocab_size=8, device="cpu", suppress=[6])
     sampler.admit(0, SamplingParams(temperature=0.0, logit_bias={2: 5.0, 6: 100.0}))

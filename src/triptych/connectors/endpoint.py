@@ -129,9 +129,10 @@ class Endpoint:
         return came
 
     def reset_peer(self, process: str) -> None:
-        """Another process has died: forget the requests of every edge to and from it, and remove its segments.
+        """Another process has died: forget the requests of every edge to and from it.
 
-        What a new process at the same address sends and gets starts from nothing.
+        What a new process at the same address sends and gets starts from nothing. Its predecessor's segments are for
+        the server to remove, before it starts the new one: this may come late, to a process that was loading.
         """
         if process == self._process:
             raise ConnectorError(f"process {process!r} was told that it has died itself")
@@ -143,7 +144,6 @@ class Endpoint:
                 inbound.receiver.reset()
         if process in self._outlets:
             self._outlets[process].reset()
-        segments.sweep(self._token, process)
 
     def close(self) -> None:
         """Close the sockets without waiting for anyone and unlink every segment of this process. Idempotent."""

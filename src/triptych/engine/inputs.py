@@ -96,6 +96,17 @@ def build_inputs(
     )
 
 
+def begun_blocks(batch: ScheduledBatch, block_size: int) -> list[int]:
+    """The blocks that a step begins and does not fill: what is behind its rows there is from an earlier request."""
+    found: list[int] = []
+    for row in batch.rows:
+        end = row.start + row.num_tokens
+        last = (end - 1) // block_size
+        if end % block_size and last * block_size >= row.start:
+            found.append(row.request.block_ids[last])
+    return found
+
+
 def _positions(rows: Sequence[ScheduledRow], indices: _Ints, device: torch.device) -> Tensor:
     """[3, N]: row r stands at r, where its request does not say otherwise."""
     if all(row.request.positions is None for row in rows):

@@ -45,17 +45,22 @@ class KVCache:
         self.num_blocks, self.block_size, self.kv_heads = num_blocks, block_size, kv_heads
         self.dtype, self.itemsize = dtype, dtype.itemsize
         # Zeros, not garbage: a masked position still takes part as 0 * value, and NaN would survive that.
-        self.layers: list[Tensor] = [
-            torch.zeros(num_blocks, block_size, 2 * kv_heads, head_dim, dtype=dtype, device=device)
-            for _ in range(layers)
-        ]
+        self._whole = torch.zeros(
+            layers, num_blocks, block_size, 2 * kv_heads, head_dim, dtype=dtype, device=device
+        )  # so that all layers of a block are blanked at once
+        self.layers: list[Tensor] = [self._whole[layer] for layer in range(layers)]
         self.hidden: Tensor | None = None
         if hidden_size:
             self.hidden = torch.zeros(num_blocks * block_size, hidden_size, dtype=dtype, device=device)
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers) + (0 if self.hidden is None else self.hidden.nbytes)
+        return self._whole.nbytes + (0 if self.hidden is None else self.hidden.nbytes)
+
+    def blank(self, block_ids: Sequence[int]) -> None:
+        """Make keys and values of these blocks zero again."""
+        if block_ids:
+            self._whole.index_fill_(1, torch.tensor(block_ids, device=self._whole.device), 0.0)
 
     def hidden_of(self, block_ids: Sequence[int], rows: NDArray[np.int64]) -> Tensor:
         """The hidden states of `rows` [n] of the request that holds `block_ids`, as a copy [n, hidden_size]."""

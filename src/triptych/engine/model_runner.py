@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.engine.batch import ScheduledBatch, ScheduledRow
-from triptych.engine.inputs import StepInputs, build_inputs
+from triptych.engine.inputs import StepInputs, begun_blocks, build_inputs
 from triptych.engine.kv_cache import KVCache
 from triptych.engine.recorded_decodes import RecordedDecodes, StepModel
 from triptych.layers.decoder import BetweenLayers
@@ -56,6 +56,8 @@ class ModelRunner:
             by_row=self.model.by_row,
             buckets=self.recorded.buckets if self.recorded is not None else None,
         )
+        if not self.model.by_row:  # what is masked is read, and a request that failed may have left NaN
+            self.cache.blank(begun_blocks(batch, self.cache.block_size))
         x = self.embed(inputs.rows, inputs.num_rows)
         between = self.between(inputs) if self.between is not None else None
         if self.recorded is not None and inputs.bucket is not None and between is None:

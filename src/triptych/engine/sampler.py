@@ -122,9 +122,11 @@ class Sampler:
         if params.repetition_penalty != 1.0:
             if self._factors is None:
                 self._factors = torch.ones(self._num_slots, self._vocab_size, device=self._device)
-            self._factors[slot] = 1.0
             seen = self._token_ids(sorted({*prompt_token_ids, *output_token_ids}))
+            self._factors[slot] = 1.0
             self._factors[slot, seen] = params.repetition_penalty
+        elif self._factors is not None:
+            self._factors[slot] = 1.0  # the factors of all rows are applied where one row has a penalty
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             if self._counts is None:
                 self._counts = torch.zeros(self._num_slots, self._vocab_size, device=self._device)

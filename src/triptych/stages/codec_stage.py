@@ -38,7 +38,11 @@ STEP_FRAMES = 32
 
 
 class CodecStage:
-    """Decodes the streams of up to `max_num_seqs` requests; later ones wait for a slot in order of arrival.
+    """Decodes the streams of up to `max_num_seqs` requests; others wait for a slot.
+
+    A stream takes one when its first chunk can be decoded, in order of arrival where several can. One that has nothing
+    to decode holds none: the Talker may start requests in another order than they came, and those that it has started
+    keep their places there until this stage has taken their frames.
 
     A step decodes the chunk of the stream whose audio runs out first; a stream that has none in hand is due
     `START_WAIT_S` after its first chunk could be decoded. What is due stays so while it waits, and a stream that is
@@ -128,7 +132,6 @@ class CodecStage:
         self._streams[request_id] = stream
         self._waiting.append(stream)
         self._arrivals.open(request_id, message.route.talker)
-        self._fill_slots()
 
     def grant(self, message: Grant) -> None:
         stream = self._streams.get(message.request_id)
@@ -243,6 +246,7 @@ class CodecStage:
             if not stream.num_chunks:
                 stream.first_ready_at = stream.ready_at
                 stream.playout.start_by = stream.ready_at + START_WAIT_S
+                self._fill_slots()
 
     def _codes(self, stream: Stream, handoff: Handoff) -> Codes:
         """A copy of the handoff's frames. Raises CodecFault on anything the vocoder has no embedding for."""
@@ -325,7 +329,7 @@ class CodecStage:
         self._outbox.send(Failed(request_id=request_id, stage=self.kind, message=message, times=times))
 
     def _free(self, stream: Stream) -> None:
-        """Give back all that the request holds here and in the connector, and its slot to the next in line."""
+        """Give back all that the request holds here and in the connector, and its slot to the next that can use it."""
         del self._streams[stream.request_id]
         for handoff in stream.handoffs:
             self._arrivals.release(handoff)
@@ -340,8 +344,10 @@ class CodecStage:
         self._fill_slots()
 
     def _fill_slots(self) -> None:
-        while self._waiting and self._free_slots:
-            self._waiting.popleft().slot = self._free_slots.pop()
+        ready = [stream for stream in self._waiting if stream.ready_at is not None] if self._free_slots else []
+        for stream in ready[: len(self._free_slots)]:
+            self._waiting.remove(stream)
+            stream.slot = self._free_slots.pop()
 
 
 def _due_at(chunk: Chunk) -> float:

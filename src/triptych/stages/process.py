@@ -148,7 +148,8 @@ class ProcessLoop:
     def _take_inputs(self) -> None:
         self._endpoint.pump()
         # Credit flows backwards: what a later stage releases is what an earlier one of this process may be parked on.
-        for stage in reversed(self._stages):
+        # What that hands on as it takes its inputs flows forwards: no socket says so, and the loop may sleep next.
+        for stage in (*reversed(self._stages), *self._stages[1:]):
             self.stage = stage.kind
             stage.poll_inputs()
         self.stage = None

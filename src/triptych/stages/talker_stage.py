@@ -20,6 +20,7 @@ from triptych.config.schema import StageKind
 from triptych.connectors.contract import Handoff
 from triptych.connectors.wire import Failed, Grant, SpeechOutput, StageStats, SubmitSpeech
 from triptych.engine.batch import ScheduledRow
+from triptych.engine.draw import GREEDY
 from triptych.engine.engine import Engine
 from triptych.engine.model_runner import ModelRunner
 from triptych.engine.random_stream import CODEBOOK0, UniformBlocks, residual
@@ -282,7 +283,7 @@ class TalkerStage:
         """The residual codes behind each codebook-0 code: [S] -> S lists of num_code_groups codes."""
         draw = ResidualDraw.of(
             uniforms=torch.from_numpy(self.residual_uniforms.take(slots, positions)).to(self.device),
-            greedy=[speech.engine.params.temperature == 0 for speech in requests],
+            greedy=[speech.engine.params.temperature < GREEDY for speech in requests],
         )
         codes = self.residual_codes(hidden, first, draw)
         frames: list[list[int]] = torch.cat((first.unsqueeze(1), codes), dim=1).tolist()
