@@ -148,7 +148,7 @@ class Loader:
                 data = await self._source.read(part)
                 self.stats.fetch_seconds += time.monotonic() - start
                 with self._holding(len(data)):
-                    return await self._decode_part(part, data, _of_kind(part, options), max_rows, lease)
+                    return await self._decode_part(part, data, self._of_kind(part, options), max_rows, lease)
             except RequestError as error:
                 self.stats.refused += 1
                 _raise_for(part, error)
@@ -284,6 +284,18 @@ class Loader:
         stat = os.statvfs(segments.DIRECTORY)
         return stat.f_bavail * stat.f_frsize // (2 * self._config.workers)
 
+    def _of_kind(self, part: MediaPart, options: MediaOptions) -> MediaOptions:
+        """The options that matter to a part, so that others do not make another part of it."""
+        match part.kind:
+            case "audio":
+                return MediaOptions()
+            case "video":
+                return options
+            case "image":
+                most = self._preprocessor.image_max_pixels  # which no limit raises
+                asked = [limit for limit in (options.max_pixels, part.max_pixels) if limit is not None and limit < most]
+                return MediaOptions(min_pixels=options.min_pixels, max_pixels=min(asked, default=None))
+
     def _digest(self, kind: MediaKind, content: bytes, options: MediaOptions) -> bytes:
         asked = msgspec.msgpack.encode(msgspec.structs.replace(options, use_audio_in_video=False))
         pieces = (_FORMAT, kind.encode(), self._fingerprint, asked, content)
@@ -296,18 +308,6 @@ def _of_sound(error: RequestError) -> RequestError:
     if isinstance(error, ContextLengthError):
         return ContextLengthError(message, None)
     return RequestError(message, error.param, error.code)
-
-
-def _of_kind(part: MediaPart, options: MediaOptions) -> MediaOptions:
-    """The options that matter to a part, so that others do not make another part of it."""
-    match part.kind:
-        case "audio":
-            return MediaOptions()
-        case "video":
-            return options
-        case "image":
-            limits = [limit for limit in (options.max_pixels, part.max_pixels) if limit is not None]
-            return MediaOptions(min_pixels=options.min_pixels, max_pixels=min(limits, default=None))
 
 
 def _entry(job: Job, digest: bytes, decoded: Decoded) -> CachedFeatures:
