@@ -38,7 +38,7 @@ from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
 logger = logging.getLogger(__name__)
 
 FILES_HELD = 4  # times `max_bytes` of files that may wait to be decoded, all requests together
-AT_ONCE = 4  # parts of one request on their way
+AT_ONCE = 4  # parts of one request on their way; of all together, or one for each worker, where they are patient
 _HASHED_AT_ONCE = 1 << 20
 _FORMAT = b"1"  # of the features; another one must not be taken for this
 
@@ -79,10 +79,16 @@ class Loader:
         *,
         source: MediaSource | None = None,
         command: Sequence[str] = WORKER_COMMAND,
+        patient: bool = False,
     ) -> None:
-        """Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError for limits that
+        """With `patient` the parts of all requests wait for their turn, where else a request is sent away.
+
+        Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError for limits that
         cannot be followed."""
         self._config = config
+        # Never more parts than the pool takes; their number bounds the files that they hold.
+        turns = min(max(AT_ONCE, config.workers), config.workers + config.max_waiting)
+        self._turn = asyncio.Semaphore(turns) if patient else None
         self._encoders = load_config(model_dir).media
         self._preprocessor = load_preprocessor(model_dir)
         self._fingerprint = msgspec.msgpack.encode(self._preprocessor)
@@ -112,7 +118,7 @@ class Loader:
                 parts[self._config.max_parts].param,
             )
         lease = Lease(self._cache)
-        turn = asyncio.Semaphore(AT_ONCE)
+        turn = asyncio.Semaphore(AT_ONCE) if self._turn is None else self._turn
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._load_part(part, options, max_rows, lease, turn)) for part in parts]
@@ -156,7 +162,7 @@ class Loader:
     @contextmanager
     def _holding(self, num_bytes: int) -> Iterator[None]:
         """While a part has its file in memory: also one whose decoding another part's is, for it has read its own."""
-        if self._bytes_held + num_bytes > FILES_HELD * self._config.max_bytes:
+        if self._turn is None and self._bytes_held + num_bytes > FILES_HELD * self._config.max_bytes:
             raise CapacityError("too many files wait to be decoded; try again", retry_after=5, status=503)
         self._bytes_held += num_bytes
         try:
