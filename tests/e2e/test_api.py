@@ -42,7 +42,7 @@ from triptych.errors import CapacityError, ContextLengthError, DeadlineError, St
 from triptych.models.qwen3_omni.processor import Processor
 from triptych.pipeline.health import ProcessState
 from triptych.pipeline.request import AudioDelta, Done, TextDelta
-from triptych.server import audio, completion
+from triptych.server import audio, chat, completion
 
 # --- whole answers ---
 
@@ -315,6 +315,19 @@ async def test_encoder_failure_ends_the_stream_with_an_error_and_frees_the_reque
     events = events_of(await post(client, SPEECH | {"stream": True}))
     assert events[-1]["error"]["type"] == "server_error"
     assert pipeline.streams[0].aborted.is_set()
+    assert 'outcome="failed"} 1.0' in (await client.get("/metrics")).text
+
+
+async def test_an_encoder_that_cannot_be_made_frees_the_request(
+    client: httpx.AsyncClient, pipeline: FakeOrchestrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> audio.Encoder:
+        raise MemoryError
+
+    monkeypatch.setattr(chat, "make_encoder", broken)
+    pipeline.script = SPEECH_SCRIPT
+    error_of(await post(client, SPEECH), 500)
+    assert all(stream.aborted.is_set() for stream in pipeline.streams)
     assert 'outcome="failed"} 1.0' in (await client.get("/metrics")).text
 
 

@@ -402,6 +402,19 @@ def test_stage_overrides_must_be_json_objects_by_stage(text: str) -> None:
         parse_stage_overrides(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ('{"1": {"threads": 2}, "1": {"max_num_seqs": 8}}', "1"),
+        ('{"1": {"threads": 2, "threads": 4}}', "threads"),
+        ('{"0": {"default_sampling_params": {"seed": 1, "seed": 2}}}', "seed"),
+    ],
+)
+def test_a_stage_override_given_twice_is_named(text: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"key '{name}' is given twice"):
+        parse_stage_overrides(text)
+
+
 def test_resolve_takes_context_and_dtype_from_the_checkpoint(tmp_path: Path) -> None:
     path = derived(tmp_path, "stages: [{stage_id: 0, max_model_len: 0, dtype: auto}]\n")
     deploy = resolve(load(path), contexts=CONTEXTS | {"thinker": 4321}, dtype="float16")

@@ -211,6 +211,7 @@ async def test_what_is_asked_of_the_processor_makes_another_part_and_what_does_n
         assert await digests(*parts, use_audio_in_video=True) == plain
         assert await digests(part("same", max_pixels=90_000)) == smaller[:1]
         assert await digests(part("same", max_pixels=10**7), max_pixels=90_000) == smaller[:1]
+        assert await digests(part("same", max_pixels=10**8)) == plain[:1]  # a limit never raises the checkpoint's own
 
 
 async def test_a_failure_is_not_kept(nano: Path) -> None:

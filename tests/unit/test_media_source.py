@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,25 @@ async def test_files_are_read_off_the_event_loop_within_the_deadline(
         done.set()
     assert "longer than 0.1 s (media.fetch_timeout_s)" in message
     assert threads != [threading.main_thread()]
+
+
+async def test_files_that_are_slow_to_read_hold_up_nothing_but_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop has few threads, and every request needs one: to be parsed, to be tokenised."""
+    done = threading.Event()
+    monkeypatch.setattr(LocalFiles, "read", lambda self, url: done.wait(20) and b"abc")
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(2))
+    source = MediaSource(MediaConfig(local_path=str(tmp_path)))
+    reads = [asyncio.create_task(source.read(part("file:///x"))) for _ in range(4)]
+    try:
+        await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.to_thread(int), 10)
+    finally:
+        done.set()
+    assert await asyncio.gather(*reads) == 4 * [b"abc"]
+    await source.close()
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,22 @@ def _checked(merged: dict[str, Any], platform: Platform) -> DeployConfig:
 def parse_stage_overrides(text: str) -> dict[str, dict[str, Any]]:
     """The JSON of `--stage-overrides`, e.g. `{"1": {"max_num_seqs": 8}}`. Raises ConfigError."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except ValueError as error:
         raise ConfigError(f"not JSON: {error}", "--stage-overrides") from error
     if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
         raise ConfigError('expected {"<stage_id>": {"<key>": <value>}}', "--stage-overrides")
     return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object with each key once, as in a file: JSON lets the last one win."""
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ConfigError(f"key {name!r} is given twice", "--stage-overrides")
+        values[name] = value
+    return values
 
 
 def _override(merged: Mapping[str, Any], stage_id: str, override: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from triptych.models.qwen3_omni.preprocessor_config import load_preprocessor
 logger = logging.getLogger(__name__)
 
 FILES_HELD = 4  # times `max_bytes` of files that may wait to be decoded, all requests together
-AT_ONCE = 4  # parts of one request on their way
+AT_ONCE = 4  # parts of one request on their way; of all together, or one for each worker, where they are patient
 _HASHED_AT_ONCE = 1 << 20
 _FORMAT = b"1"  # of the features; another one must not be taken for this
 
@@ -79,10 +79,16 @@ class Loader:
         *,
         source: MediaSource | None = None,
         command: Sequence[str] = WORKER_COMMAND,
+        patient: bool = False,
     ) -> None:
-        """Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError for limits that
+        """With `patient` the parts of all requests wait for their turn, where else a request is sent away.
+
+        Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError for limits that
         cannot be followed."""
         self._config = config
+        # Never more parts than the pool takes; their number bounds the files that they hold.
+        turns = min(max(AT_ONCE, config.workers), config.workers + config.max_waiting)
+        self._turn = asyncio.Semaphore(turns) if patient else None
         self._encoders = load_config(model_dir).media
         self._preprocessor = load_preprocessor(model_dir)
         self._fingerprint = msgspec.msgpack.encode(self._preprocessor)
@@ -112,7 +118,7 @@ class Loader:
                 parts[self._config.max_parts].param,
             )
         lease = Lease(self._cache)
-        turn = asyncio.Semaphore(AT_ONCE)
+        turn = asyncio.Semaphore(AT_ONCE) if self._turn is None else self._turn
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._load_part(part, options, max_rows, lease, turn)) for part in parts]
@@ -148,7 +154,7 @@ class Loader:
                 data = await self._source.read(part)
                 self.stats.fetch_seconds += time.monotonic() - start
                 with self._holding(len(data)):
-                    return await self._decode_part(part, data, _of_kind(part, options), max_rows, lease)
+                    return await self._decode_part(part, data, self._of_kind(part, options), max_rows, lease)
             except RequestError as error:
                 self.stats.refused += 1
                 _raise_for(part, error)
@@ -156,7 +162,7 @@ class Loader:
     @contextmanager
     def _holding(self, num_bytes: int) -> Iterator[None]:
         """While a part has its file in memory: also one whose decoding another part's is, for it has read its own."""
-        if self._bytes_held + num_bytes > FILES_HELD * self._config.max_bytes:
+        if self._turn is None and self._bytes_held + num_bytes > FILES_HELD * self._config.max_bytes:
             raise CapacityError("too many files wait to be decoded; try again", retry_after=5, status=503)
         self._bytes_held += num_bytes
         try:
@@ -284,6 +290,18 @@ class Loader:
         stat = os.statvfs(segments.DIRECTORY)
         return stat.f_bavail * stat.f_frsize // (2 * self._config.workers)
 
+    def _of_kind(self, part: MediaPart, options: MediaOptions) -> MediaOptions:
+        """The options that matter to a part, so that others do not make another part of it."""
+        match part.kind:
+            case "audio":
+                return MediaOptions()
+            case "video":
+                return options
+            case "image":
+                most = self._preprocessor.image_max_pixels  # which no limit raises
+                asked = [limit for limit in (options.max_pixels, part.max_pixels) if limit is not None and limit < most]
+                return MediaOptions(min_pixels=options.min_pixels, max_pixels=min(asked, default=None))
+
     def _digest(self, kind: MediaKind, content: bytes, options: MediaOptions) -> bytes:
         asked = msgspec.msgpack.encode(msgspec.structs.replace(options, use_audio_in_video=False))
         pieces = (_FORMAT, kind.encode(), self._fingerprint, asked, content)
@@ -296,18 +314,6 @@ def _of_sound(error: RequestError) -> RequestError:
     if isinstance(error, ContextLengthError):
         return ContextLengthError(message, None)
     return RequestError(message, error.param, error.code)
-
-
-def _of_kind(part: MediaPart, options: MediaOptions) -> MediaOptions:
-    """The options that matter to a part, so that others do not make another part of it."""
-    match part.kind:
-        case "audio":
-            return MediaOptions()
-        case "video":
-            return options
-        case "image":
-            limits = [limit for limit in (options.max_pixels, part.max_pixels) if limit is not None]
-            return MediaOptions(min_pixels=options.min_pixels, max_pixels=min(limits, default=None))
 
 
 def _entry(job: Job, digest: bytes, decoded: Decoded) -> CachedFeatures:

@@ -7,6 +7,7 @@ import binascii
 import io
 import re
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import unquote_to_bytes
 
 from triptych.config.schema import MediaConfig
@@ -17,6 +18,7 @@ from triptych.media.contract import MediaPart
 from triptych.media.fetch import Fetcher
 from triptych.media.local import LocalFiles
 
+MAX_READS = 4  # files of this machine that are read at once; each may hold max_bytes
 MAX_PERCENT_ENCODED = 1 << 20  # characters of a data: URL that is not base64
 _PIECE = 1 << 20  # characters of base64 decoded at a stretch, while no other thread runs
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{1,30}):")  # one letter is the drive of a Windows path
@@ -33,6 +35,8 @@ class MediaSource:
         self._config = config
         self._fetcher = Fetcher(config, resolve, tls) if config.fetch else None
         self._local = LocalFiles(config.local_path, config.max_bytes) if config.local_path else None
+        # Threads of their own, as the fetcher has: a slow file system delays nothing but files.
+        self._threads = ThreadPoolExecutor(MAX_READS, thread_name_prefix="read")
         allowed = ["data:"]
         if config.fetch:
             allowed += ["https:", "http:"] if config.allow_http else ["https:"]
@@ -57,7 +61,8 @@ class MediaSource:
             raise RequestError(str(error), part.param, error.code or "invalid_media_url") from None
 
     async def close(self) -> None:
-        """Let go of what fetching needs. Idempotent."""
+        """Let go of what fetching and reading need. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._fetcher is not None:
             self._fetcher.close()
 
@@ -84,7 +89,7 @@ class MediaSource:
     async def _read_local(self, local: LocalFiles, url: str) -> bytes:
         try:
             async with asyncio.timeout(self._config.fetch_timeout_s):
-                return await asyncio.to_thread(local.read, url)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, local.read, url)
         except TimeoutError:
             limit = f"{self._config.fetch_timeout_s:g} s (media.fetch_timeout_s)"
             raise RequestError(f"reading the file took longer than {limit}") from None

@@ -79,13 +79,14 @@ def load_processor(plan: LaunchPlan) -> Processor:
     return processor
 
 
-def make_loader(plan: LaunchPlan) -> Loader:
+def make_loader(plan: LaunchPlan, *, patient: bool = False) -> Loader:
     """What fetches and decodes the media of requests, in the running event loop. It starts nothing until it is asked.
+    With `patient` requests wait for it, where else it sends away those that are too many.
 
     Raises CheckpointError when the checkpoint does not say how media is prepared, ConfigError when a limit cannot be
     followed.
     """
-    return Loader(plan.deploy.media, str(plan.model_dir))
+    return Loader(plan.deploy.media, str(plan.model_dir), patient=patient)
 
 
 def _profile(model_dir: Path, platform: Platform) -> str:

@@ -162,7 +162,7 @@ class Omni:
         self.close()
 
     async def _start(self, log_level: str, on_progress: Progress | None) -> tuple[Orchestrator, Loader]:
-        loader = make_loader(self._plan)
+        loader = make_loader(self._plan, patient=True)
         try:
             orchestrator = await Orchestrator.start(
                 deploy=self._plan.deploy,

@@ -195,16 +195,21 @@ class Chat:
             if trace is not None:
                 generation = dataclasses.replace(generation, on_stage=trace.stage)
                 trace.submits(generation)
-            stream = self._orchestrator.submit(generation)
+            events = Events(self._orchestrator.submit(generation), clock)
         except BaseException as error:
             media.close()
             if isinstance(error, RequestError):
                 error.param = request.written(error.param)
             raise
+        try:
+            encoder = self._encoder(request)
+        except BaseException as error:
+            await events.aclose(error)
+            raise
         return Call(
             completion=completion,
-            events=Events(stream, clock),
-            encoder=self._encoder(request),
+            events=events,
+            encoder=encoder,
             wants_text=request.wants_text,
             streams=bool(request.stream),
             includes_usage=request.includes_usage,
