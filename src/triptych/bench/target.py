@@ -40,7 +40,8 @@ async def find_target(base_url: str, endpoint: str, model: str | None, api_key: 
         async with httpx.AsyncClient(headers=headers, timeout=ASK_S, trust_env=False) as client:
             answer = await client.get(f"{base}/v1/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise TriptychError(f"{base} does not answer: {error or type(error).__name__}") from error
+        found = f"{base} does not answer: {error or type(error).__name__}"
+        raise TriptychError(f"{found}; start a server there (`triptych serve`), or give --base-url") from error
     models = _models(answer)
     if model is None:
         if not models:
