@@ -55,6 +55,11 @@ class Encoder(nn.Module):
         return latents
 
 
+def entries_of(codebooks: Tensor, codes: Tensor) -> Tensor:
+    """What codes [N, quantizers] stand for by codebooks [quantizers, entries, latent]: [N, latent]."""
+    return torch.stack([book[codes[:, index]] for index, book in enumerate(codebooks)]).sum(0)
+
+
 class ResidualQuantizer(nn.Module):
     """Residual vector quantisation with codebooks that follow the data as moving averages.
 
@@ -92,7 +97,7 @@ class ResidualQuantizer(nn.Module):
 
     def entries(self, codes: Tensor) -> Tensor:
         """Codes [N, quantizers] -> what they stand for, [N, 32]."""
-        return torch.stack([book[codes[:, index]] for index, book in enumerate(self.codebooks)]).sum(0)
+        return entries_of(self.codebooks, codes)
 
     def forward(self, latents: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """Latents [B, 32, T] quantised by the first `depth` [B] codebooks; commitment loss; entries used of each."""

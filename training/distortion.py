@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from training.codec import entries_of
+
 
 class Distortion(nn.Module):
     """The expected distance between what drawn residual codes stand for and what is left to say.
@@ -18,7 +20,7 @@ class Distortion(nn.Module):
 
     def __init__(self, codebooks: Tensor, frames: Tensor) -> None:
         super().__init__()
-        spread = _entries(codebooks, frames).var(0).sum().sqrt()
+        spread = entries_of(codebooks, frames).var(0).sum().sqrt()
         self.register_buffer("codebooks", codebooks / spread, persistent=False)
 
     def forward(self, drawn: Tensor, logits: Tensor, wanted: Tensor) -> Tensor:
@@ -26,15 +28,10 @@ class Distortion(nn.Module):
 
         Each draw is judged by what it leaves to those behind it: the sum over residual groups, the mean over frames.
         """
-        rest = _entries(self.codebooks, wanted) - self.codebooks[0][drawn[:, 0]]
+        rest = entries_of(self.codebooks, wanted) - self.codebooks[0][drawn[:, 0]]
         total = rest.new_zeros(())
         for group, book in enumerate(self.codebooks[1:], 1):
             distances = torch.cdist(rest, book).square()
             total = total + (logits[:, group - 1].softmax(-1) * distances).sum(-1).mean()
             rest = rest - book[drawn[:, group]]
         return total
-
-
-def _entries(codebooks: Tensor, frames: Tensor) -> Tensor:
-    """What frames [N, groups] stand for: [N, latent]."""
-    return torch.stack([book[frames[:, group]] for group, book in enumerate(codebooks)]).sum(0)

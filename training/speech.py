@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from training.domain import SMALL_TALK, Split, draw_long, samples, sentences
@@ -25,33 +26,36 @@ BY_HEART = tuple(dict.fromkeys([*(exchange.answer for exchange in SMALL_TALK), U
 def speech_store(work: Path, split: Split = "train") -> SpeechStore:
     """The corpus of a split under `work`, made on first use. Each sentence is spoken once, the voices taking turns."""
     count = TRAIN_SENTENCES if split == "train" else HELD_OUT_SENTENCES
-    names = list(VOICES)
     chosen = sentences(count, split) + (long_sentences() if split == "train" else [])
-    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
-    return build_store(work / f"speech_{split}", pairs, speak_in_frames)
+    return build_store(work / f"speech_{split}", _in_turn(chosen), speak_in_frames)
 
 
 def by_heart_store(work: Path) -> SpeechStore:
     """Answers of closed lists in each voice, made on first use: their words are hardly in any other sentence."""
-    pairs = [(answer, voice) for answer in BY_HEART for voice in VOICES]
-    return build_store(work / "speech_by_heart", pairs, speak_in_frames)
+    return build_store(work / "speech_by_heart", _in_each(BY_HEART), speak_in_frames)
 
 
 def common_store(work: Path) -> SpeechStore:
     """Answers that the domain gives often in each voice, made on first use: of these the other has few like them."""
     counts = Counter(sample.answer for sample in samples(DRAWS, "train"))
     common = [answer for answer, count in counts.items() if count >= COMMON and answer not in BY_HEART]
-    pairs = [(answer, voice) for answer in common for voice in VOICES]
-    return build_store(work / "speech_common", pairs, speak_in_frames)
+    return build_store(work / "speech_common", _in_each(common), speak_in_frames)
 
 
 def unseen_store(work: Path) -> SpeechStore:
     """Sentences for the decoder to learn the Talker's mistakes from, made on first use. In what it was taught it makes
     a third of them."""
-    names = list(VOICES)
     chosen = sentences(TRAIN_SENTENCES + UNSEEN_SENTENCES, "train")[TRAIN_SENTENCES:]
-    pairs = [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
-    return build_store(work / "speech_unseen", pairs, speak_in_frames)
+    return build_store(work / "speech_unseen", _in_turn(chosen), speak_in_frames)
+
+
+def _in_turn(chosen: Sequence[str]) -> list[tuple[str, str]]:
+    names = list(VOICES)
+    return [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
+
+
+def _in_each(chosen: Sequence[str]) -> list[tuple[str, str]]:
+    return [(sentence, voice) for sentence in chosen for voice in VOICES]
 
 
 def long_sentences() -> list[str]:

@@ -160,13 +160,12 @@ class TalkerTrainee(nn.Module):
         """Hidden states [N, hidden] -> frames [N, groups] as in serving, each residual code drawn behind its own ones;
         and the logits [N, groups - 1, codebook] they were drawn from, with their gradient."""
         predictor = self.talker.code_predictor
-        past = DynamicCache(
-            config=predictor.model.config
-        )  # given by place: releases of Transformers name it differently
+        past = DynamicCache(config=predictor.model.config)
         frame = [self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)]
         rows = torch.stack([hidden, self.talker.model.codec_embedding(frame[0])], 1)
         logits: list[Tensor] = []
         for head, table in zip(predictor.lm_head, predictor.model.codec_embedding, strict=True):
+            # The cache goes by place: releases of Transformers name it differently.
             found = predictor.model(None, None, None, past, rows, use_cache=True)
             state = found.last_hidden_state[:, -1]
             logits.append(SHARPER * head(state))
