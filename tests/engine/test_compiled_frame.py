@@ -241,7 +241,7 @@ def test_without_a_compiler_a_stage_stays_eager_and_says_so_once(
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with caplog.at_level(logging.WARNING):
         benches = [Bench(nano, talker={"enforce_eager": eager}) for eager in (True, False, False)]
-    for source, record in zip(("decoder.c", "code_predictor.c"), caplog.records, strict=True):
+    for source, record in zip(("decoder.c", "code_predictor.c", "draw.c"), caplog.records, strict=True):
         assert record.message.startswith(source) and "there is no C compiler; install gcc" in record.message
     for bench in benches:
         assert bench.talker.model.backbone.compiled is None

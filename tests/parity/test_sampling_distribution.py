@@ -202,12 +202,13 @@ def test_presence_and_frequency_penalties_follow_openais_formula() -> None:
         SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
     ],
 )
-def test_frequencies_of_draws_follow_the_probabilities(params: SamplingParams) -> None:
+@pytest.mark.parametrize("eager", [True, False])
+def test_frequencies_of_draws_follow_the_probabilities(params: SamplingParams, eager: bool) -> None:
     torch.manual_seed(1)
     draws, vocab = 40_000, 24
     logits = torch.randn(1, vocab)
     expected = hf_probabilities(logits, params)[0].numpy()
-    sampler = Sampler(num_slots=100, vocab_size=vocab, device="cpu")
+    sampler = Sampler(num_slots=100, vocab_size=vocab, device="cpu", eager=eager)
     for slot in range(100):
         sampler.admit(slot, msgspec.structs.replace(params, seed=slot))
     u = torch.from_numpy(uniforms(5, CODEBOOK0, np.arange(draws)))

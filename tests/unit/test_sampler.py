@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
+from triptych.engine.compiled_draw import Cuts, compiled_draw
 from triptych.engine.draw import draw_top, token_weights
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
 from triptych.engine.sampler import Sampler
 from triptych.errors import RequestError
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
+NewSampler = Callable[..., Sampler]
+needs_compiler = pytest.mark.skipif(compiled_draw(8) is None, reason="there is no C compiler here")
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +29,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=[True, False], ids=["eager", "compiled"])
+def new_sampler(request: pytest.FixtureRequest) -> NewSampler:
+    return partial(Sampler, device="cpu", eager=request.param)
 
 
 def random_params(rng: random.Random, vocab: int) -> SamplingParams:
@@ -43,13 +52,13 @@ def random_params(rng: random.Random, vocab: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(3072, torch.bfloat16), (1999, torch.float32), (1024, torch.bfloat16)])
-def test_a_row_alone_equals_the_row_in_any_batch(vocab: int, dtype: torch.dtype) -> None:
+def test_a_row_alone_equals_the_row_in_any_batch(new_sampler: NewSampler, vocab: int, dtype: torch.dtype) -> None:
     """bfloat16 logits are full of ties; an odd vocabulary moves rows off the vector width."""
     rng = random.Random(vocab)
     torch.manual_seed(vocab)
     slots = 12
-    together = Sampler(num_slots=slots, vocab_size=vocab, device="cpu", suppress=[3, 7])
-    alone = [Sampler(num_slots=2, vocab_size=vocab, device="cpu", suppress=[3, 7]) for _ in range(slots)]
+    together = new_sampler(num_slots=slots, vocab_size=vocab, suppress=[3, 7])
+    alone = [new_sampler(num_slots=2, vocab_size=vocab, suppress=[3, 7]) for _ in range(slots)]
     for slot in range(slots):
         params = random_params(rng, vocab)
         prompt = [rng.randrange(vocab) for _ in range(20)]
@@ -96,10 +105,10 @@ def test_sums_of_weights_are_exact_in_any_order() -> None:
         assert shuffled.sum(-1, dtype=torch.float64).tolist() == exact
 
 
-def test_the_sampler_and_draw_top_agree() -> None:
+def test_the_sampler_and_draw_top_agree(new_sampler: NewSampler) -> None:
     torch.manual_seed(0)
     logits = torch.randn(64, 2048) * 3
-    sampler = Sampler(num_slots=64, vocab_size=2048, device="cpu")
+    sampler = new_sampler(num_slots=64, vocab_size=2048)
     for slot in range(64):
         sampler.admit(slot, SamplingParams(temperature=0.9, top_k=50, top_p=0.8, seed=slot))
     u = torch.from_numpy(uniforms(torch.arange(64).numpy().astype("uint64"), CODEBOOK0, 5))
@@ -107,9 +116,9 @@ def test_the_sampler_and_draw_top_agree() -> None:
     assert torch.equal(ours, draw_top(logits, u, temperature=0.9, top_k=50, top_p=0.8))
 
 
-def test_a_draw_depends_on_seed_stream_and_position_only() -> None:
+def test_a_draw_depends_on_seed_stream_and_position_only(new_sampler: NewSampler) -> None:
     logits = torch.zeros(1, 4096)
-    sampler = Sampler(num_slots=3, vocab_size=4096, device="cpu")
+    sampler = new_sampler(num_slots=3, vocab_size=4096)
 
     def draw(slot: int, seed: int, position: int, stream: int = TEXT) -> int:
         sampler.admit(slot, SamplingParams(seed=seed))
@@ -119,8 +128,8 @@ def test_a_draw_depends_on_seed_stream_and_position_only() -> None:
     assert len({draw(0, 1, 9), draw(0, 2, 9), draw(0, 1, 8), draw(0, 1, 9, CODEBOOK0)}) == 4
 
 
-def test_no_seed_draws_afresh() -> None:
-    sampler = Sampler(num_slots=1, vocab_size=4096, device="cpu")
+def test_no_seed_draws_afresh(new_sampler: NewSampler) -> None:
+    sampler = new_sampler(num_slots=1, vocab_size=4096)
     seen = set()
     for _ in range(4):
         sampler.admit(0, SamplingParams())
@@ -128,7 +137,7 @@ def test_no_seed_draws_afresh() -> None:
     assert len(seen) > 1
 
 
-def test_a_preempted_request_goes_on_as_if_nothing_had_happened() -> None:
+def test_a_preempted_request_goes_on_as_if_nothing_had_happened(new_sampler: NewSampler) -> None:
     torch.manual_seed(0)
     params = SamplingParams(
         temperature=0.9,
@@ -141,7 +150,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened() -> None:
     logits = torch.randn(40, 1, 64)
 
     def run(preempt_at: int | None) -> list[int]:
-        sampler = Sampler(num_slots=2, vocab_size=64, device="cpu")
+        sampler = new_sampler(num_slots=2, vocab_size=64)
         sampler.admit(0, params, [1, 2, 3])
         slot, out = 0, list[int]()
         for position in range(40):
@@ -155,10 +164,10 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_happened() -> None:
     assert run(None) == run(17)
 
 
-def test_greedy_takes_the_first_largest_logit_alone_and_beside_sampled_rows() -> None:
+def test_greedy_takes_the_first_largest_logit_alone_and_beside_sampled_rows(new_sampler: NewSampler) -> None:
     logits = torch.zeros(2, 100)
     logits[:, 40] = logits[:, 60] = 1e-7
-    sampler = Sampler(num_slots=2, vocab_size=100, device="cpu")
+    sampler = new_sampler(num_slots=2, vocab_size=100)
     sampler.admit(0, GREEDY)
     sampler.admit(1, SamplingParams(seed=1))
     assert sampler.sample(logits[:1], [0], [0], TEXT).token_ids.tolist() == [40]
@@ -175,10 +184,10 @@ def test_the_ends_of_the_interval_draw_tokens_that_were_kept(u: float, top_k: in
     assert token.item() == (5 if u == 0.0 else 8)
 
 
-def test_penalties_count_what_was_drawn() -> None:
+def test_penalties_count_what_was_drawn(new_sampler: NewSampler) -> None:
     """Greedy on fixed logits: a token leads until its penalties exceed its advantage."""
     logits = torch.tensor([[2.0, 1.0, -5.0, -5.0]])
-    sampler = Sampler(num_slots=1, vocab_size=4, device="cpu")
+    sampler = new_sampler(num_slots=1, vocab_size=4)
 
     def run(params: SamplingParams, steps: int, prompt: Sequence[int] = ()) -> list[int]:
         sampler.admit(0, params, prompt)
@@ -198,9 +207,11 @@ def test_penalties_count_what_was_drawn() -> None:
     assert run(GREEDY, 3) == [0, 0, 0]  # and the next request in the slot starts clean
 
 
-def test_a_request_without_a_repetition_penalty_is_clean_of_the_one_before_it_beside_a_row_that_has_one() -> None:
+def test_a_request_without_a_repetition_penalty_is_clean_of_the_one_before_it_beside_a_row_that_has_one(
+    new_sampler: NewSampler,
+) -> None:
     logits = torch.tensor([[2.0, 1.0, -5.0, -5.0]] * 2)
-    sampler = Sampler(num_slots=2, vocab_size=4, device="cpu")
+    sampler = new_sampler(num_slots=2, vocab_size=4)
     sampler.admit(0, SamplingParams(temperature=0.0, repetition_penalty=3.0), [0])
     sampler.release(0)
     sampler.admit(0, GREEDY, [0])
@@ -208,16 +219,16 @@ def test_a_request_without_a_repetition_penalty_is_clean_of_the_one_before_it_be
     assert sampler.sample(logits, [0, 1], [0, 0], TEXT).token_ids.tolist() == [0, 0]
 
 
-def test_logit_bias_moves_and_suppression_wins() -> None:
-    sampler = Sampler(num_slots=1, vocab_size=8, device="cpu", suppress=[6])
+def test_logit_bias_moves_and_suppression_wins(new_sampler: NewSampler) -> None:
+    sampler = new_sampler(num_slots=1, vocab_size=8, suppress=[6])
     sampler.admit(0, SamplingParams(temperature=0.0, logit_bias={2: 5.0, 6: 100.0}))
     logits = torch.zeros(1, 8)
     assert sampler.sample(logits, [0], [0], TEXT).token_ids.item() == 2
     assert torch.equal(logits, torch.zeros(1, 8))  # the caller's logits are left as they are
 
 
-def test_what_does_not_fit_the_vocabulary_is_refused_by_name() -> None:
-    sampler = Sampler(num_slots=1, vocab_size=8, device="cpu")
+def test_what_does_not_fit_the_vocabulary_is_refused_by_name(new_sampler: NewSampler) -> None:
+    sampler = new_sampler(num_slots=1, vocab_size=8)
     with pytest.raises(RequestError, match=r"token id 8 is not in 0\.\.7") as caught:
         sampler.admit(0, SamplingParams(logit_bias={8: 1.0}))
     assert caught.value.param == "logit_bias"
@@ -226,7 +237,7 @@ def test_what_does_not_fit_the_vocabulary_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="slot 0 holds no request"):
         sampler.sample(torch.zeros(1, 8), [0], [0], TEXT)
     with pytest.raises(ValueError, match="vocab_size"):
-        Sampler(num_slots=1, vocab_size=2**18 + 1, device="cpu")
+        new_sampler(num_slots=1, vocab_size=2**18 + 1)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
@@ -239,14 +250,16 @@ def test_what_does_not_fit_the_vocabulary_is_refused_by_name() -> None:
         SamplingParams(top_p=0.8, min_p=0.1, repetition_penalty=1.1, frequency_penalty=0.1, seed=1),
     ],
 )
-def test_a_row_of_invalid_logits_is_reported_and_leaves_the_others_alone(poison: float, params: SamplingParams) -> None:
+def test_a_row_of_invalid_logits_is_reported_and_leaves_the_others_alone(
+    new_sampler: NewSampler, poison: float, params: SamplingParams
+) -> None:
     torch.manual_seed(0)
     logits = torch.randn(9, 2048)
     sick = logits.clone()
     sick[4] = poison
 
     def draw(rows: Tensor) -> tuple[list[int], list[int]]:
-        sampler = Sampler(num_slots=9, vocab_size=2048, device="cpu")
+        sampler = new_sampler(num_slots=9, vocab_size=2048)
         for slot in range(9):
             sampler.admit(slot, params)
         sampled = sampler.sample(rows, range(9), [0] * 9, TEXT)
@@ -262,11 +275,11 @@ def test_a_row_of_invalid_logits_is_reported_and_leaves_the_others_alone(poison:
     assert 0 <= int(draw_top(sick, u, temperature=1.0, top_k=0, top_p=0.8)[4]) < 2048
 
 
-def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
+def test_logprobs_are_those_of_the_raw_logits_best_first(new_sampler: NewSampler) -> None:
     torch.manual_seed(0)
     logits = torch.randn(3, 50)
     logits[1, 10] = logits[1, 11] = 9.0  # a tie is listed by id
-    sampler = Sampler(num_slots=3, vocab_size=50, device="cpu", suppress=[11])
+    sampler = new_sampler(num_slots=3, vocab_size=50, suppress=[11])
     for slot, wanted in enumerate([None, 2, 0]):
         sampler.admit(slot, SamplingParams(temperature=0.3, logit_bias={0: -5.0}, logprobs=wanted, seed=slot))
     sampled = sampler.sample(logits, [0, 1, 2], [0, 0, 0], TEXT)
@@ -283,8 +296,8 @@ def test_logprobs_are_those_of_the_raw_logits_best_first() -> None:
     assert third.logprob == pytest.approx(float(expected[2, third.token_id]))
 
 
-def test_no_logprobs_are_computed_when_no_row_asks() -> None:
-    sampler = Sampler(num_slots=1, vocab_size=8, device="cpu")
+def test_no_logprobs_are_computed_when_no_row_asks(new_sampler: NewSampler) -> None:
+    sampler = new_sampler(num_slots=1, vocab_size=8)
     sampler.admit(0, GREEDY)
     assert sampler.sample(torch.zeros(1, 8), [0], [0], TEXT).logprobs is None
 
@@ -310,3 +323,36 @@ def test_a_draw_from_the_best_alone_is_the_draw_from_all() -> None:
                 for row in range(0, 8, size)
             ]
             assert torch.equal(torch.cat(apart), together)
+
+
+@needs_compiler
+def test_compiled_code_draws_what_its_eager_twin_does() -> None:
+    """From the same logits, the token that both draw: at any temperature and cut, between ties, beside other rows."""
+    rng, vocab = random.Random(0), 1999
+    torch.manual_seed(0)
+    eager, compiled = (Sampler(num_slots=8, vocab_size=vocab, device="cpu", eager=twin) for twin in (True, False))
+    for trial in range(150):
+        rows = rng.randint(1, 8)
+        logits = torch.randn(rows, vocab) * rng.choice([0.1, 1.0, 4.0])
+        if trial % 3 == 0:
+            logits = (logits * 2).round() / 2
+        for slot in range(rows):
+            params = random_params(rng, vocab)
+            eager.admit(slot, params)
+            compiled.admit(slot, params)
+        ours = compiled.sample(logits, range(rows), [trial] * rows, TEXT)
+        theirs = eager.sample(logits, range(rows), [trial] * rows, TEXT)
+        assert torch.equal(ours.token_ids, theirs.token_ids)
+        assert ours.logprobs == theirs.logprobs
+
+
+@needs_compiler
+@pytest.mark.parametrize("u", [0.0, 1.0 - 2.0**-53, 1.0])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.999)])
+def test_compiled_code_draws_what_was_kept_at_the_ends_of_the_interval(u: float, params: SamplingParams) -> None:
+    draw = compiled_draw(512)
+    assert draw is not None
+    logits = torch.full((1, 512), -torch.inf)
+    logits[0, 5:9] = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    token = draw(logits, torch.tensor([u], dtype=torch.float64), Cuts.of([params], 512))
+    assert token.item() == (5 if u == 0.0 else 8)

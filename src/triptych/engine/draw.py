@@ -16,6 +16,7 @@ from torch import Tensor
 UNIT = 2.0**34  # weight of the most likely token; one less likely by more than this factor is never drawn
 _LEAST = -24.0  # exp of it is less than a unit
 GREEDY = 1e-5  # a temperature below this is greedy
+FREEZING = 1e-37  # divided by this, every logit but the largest has no weight left
 _FEW_ROWS = 4  # up to so many rows, selecting from each costs less than work over the whole vocabulary
 _FEW = 64  # whole vector registers, so that every row's weights come from vector code, here and there
 _NUCLEUS = 1024  # where a nucleus most often ends; looked at before a whole row is sorted

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
-from triptych.engine.draw import GREEDY, UNIT, invert, keep_at_least, nucleus_cut, token_weights, top_cut
+from triptych.engine.compiled_draw import Cuts, compiled_draw
+from triptych.engine.draw import FREEZING, GREEDY, UNIT, invert, keep_at_least, nucleus_cut, token_weights, top_cut
 from triptych.engine.random_stream import UniformBlocks
 from triptych.errors import RequestError
 
 _MAX_VOCAB = 2**18  # keeps sums of weights below 2^53
-_FREEZING = 1e-37  # divided by this, every logit but the largest has no weight left
 _SHALLOW = 256  # rows with a top_k up to this are ranked together, apart from those with a larger one
 _MAX_ALTERNATIVES = 20  # of SamplingParams.logprobs
 _MAX_PLANS = 64
@@ -68,6 +68,7 @@ class _Plan:
     temperature: Tensor
     truncations: tuple[_Truncation, ...]
     min_weight: Tensor | None
+    cuts: Cuts | None  # the temperature, the truncations and `min_weight` for compiled code, if that draws
     repetition: Tensor | None
     presence: Tensor | None
     frequency: Tensor | None
@@ -80,16 +81,24 @@ class Sampler:
 
     Order of operations, HF's: repetition penalty (prompt and output), presence and frequency penalties (output only),
     logit bias, suppression, temperature, top_k, top_p, min_p. A temperature below 1e-5 takes the first largest logit.
+    On a CPU compiled code draws, unless it is `eager` or there is no compiler.
     """
 
     def __init__(
-        self, *, num_slots: int, vocab_size: int, device: torch.device | str, suppress: Sequence[int] = ()
+        self,
+        *,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device | str,
+        suppress: Sequence[int] = (),
+        eager: bool = False,
     ) -> None:
         if not 0 < vocab_size <= _MAX_VOCAB:
             raise ValueError(f"vocab_size must be between 1 and {_MAX_VOCAB}, not {vocab_size}")
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._device = torch.device(device)
+        self._compiled = None if eager or self._device.type != "cpu" else compiled_draw(vocab_size)
         self._params: list[SamplingParams | None] = [None] * num_slots
         self._seeds = [0] * num_slots
         self._uniforms: dict[int, UniformBlocks] = {}
@@ -157,7 +166,11 @@ class Sampler:
         if plan.drawn is None:
             token_ids = x.argmax(-1)
         else:
-            token_ids = invert(self._truncated(x, peak, plan), self._draw(slots, positions, stream) * plan.drawn)
+            uniforms = self._draw(slots, positions, stream) * plan.drawn
+            if self._compiled is not None and plan.cuts is not None:
+                token_ids = self._compiled(x, uniforms, plan.cuts)
+            else:
+                token_ids = invert(self._truncated(x, peak, plan), uniforms)
         if plan.repetition is not None and self._factors is not None:
             self._factors.index_put_((plan.slots, token_ids), plan.repetition.squeeze(1))
         if plan.presence is not None and self._counts is not None:
@@ -250,10 +263,11 @@ class Sampler:
             slots=torch.tensor(slots, device=self._device),
             drawn=None if all(greedy) else self._column([0.0 if cold else 1.0 for cold in greedy]),
             temperature=self._column(
-                [_FREEZING if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
+                [FREEZING if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
             ),
             truncations=self._truncations([None if cold else row for row, cold in zip(params, greedy, strict=True)]),
             min_weight=self._column([row.min_p * UNIT for row in params]) if any(row.min_p for row in params) else None,
+            cuts=None if self._compiled is None else Cuts.of(params, self._vocab_size),
             repetition=self._column([row.repetition_penalty for row in params])
             if any(row.repetition_penalty != 1.0 for row in params)
             else None,

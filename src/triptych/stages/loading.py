@@ -51,6 +51,7 @@ class DecoderSetup:
     """What a decoder stage steps with. `recorded`: its decode steps, where they are."""
 
     device: torch.device
+    eager: bool
     cache: KVCache
     scheduler: Scheduler
     recorded: RecordedDecodes | None = None
@@ -165,7 +166,7 @@ def set_up_decoder(
     scheduler = Scheduler(scheduler_config(config, blocks, by_row=layers.by_row))
     logger.info("%s: %d KV blocks of %d tokens, %d bytes", config.stage, blocks, config.block_size, cache.nbytes)
     recorded = _record(config, decoder, layers, cache, recorder) if recorder is not None else None
-    return DecoderSetup(device=device, cache=cache, scheduler=scheduler, recorded=recorded)
+    return DecoderSetup(device=device, eager=config.enforce_eager, cache=cache, scheduler=scheduler, recorded=recorded)
 
 
 def _record(

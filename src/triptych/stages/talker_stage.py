@@ -111,7 +111,11 @@ class TalkerStage:
         self.engine = Engine(setup.scheduler, runner, self.counts, work, cost=self.cost)
         slots = setup.scheduler.config.max_num_seqs
         self.sampler = Sampler(
-            num_slots=slots, vocab_size=model.config.vocab_size, device=setup.device, suppress=model.suppressed
+            num_slots=slots,
+            vocab_size=model.config.vocab_size,
+            device=setup.device,
+            suppress=model.suppressed,
+            eager=setup.eager,
         )
         self.residual_uniforms = UniformBlocks(slots, [residual(index) for index in range(1, model.num_code_groups)])
         self.requests: dict[str, SpeechRows] = {}

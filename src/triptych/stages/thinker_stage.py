@@ -114,7 +114,10 @@ class ThinkerStage:
         }
         self.engine = Engine(setup.scheduler, runner, self.counts, thinker_work(config.thinker, **sizes))
         self.sampler = Sampler(
-            num_slots=setup.scheduler.config.max_num_seqs, vocab_size=model.config.vocab_size, device=setup.device
+            num_slots=setup.scheduler.config.max_num_seqs,
+            vocab_size=model.config.vocab_size,
+            device=setup.device,
+            eager=setup.eager,
         )
         self.requests: dict[str, _TextRequest] = {}
 

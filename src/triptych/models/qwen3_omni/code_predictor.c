@@ -3,7 +3,7 @@
    A row's codes do not depend on the rows beside it, see `rows.h`. Compiled by `layers/compiled.py` for this machine's
    processor; called through `compiled_frame.py`, which mirrors the structs. */
 
-#include "rows.h"
+#include "draw.h"
 
 /* Norm weights are times the root of their number. `qk_norm` [heads + kv_heads, head_dim]. */
 typedef struct {
@@ -86,84 +86,6 @@ static __attribute__((noinline)) void attend(
     }
 }
 
-static int count_from(const float *weights, int size, float cut) {
-    Words found[PARTS] = {0};
-    int i = 0, count = 0;
-    for (; i + WIDTH <= size; i += WIDTH)
-        for (int part = 0; part < PARTS; part++) found[part] -= (Words)(load(weights + i + part * LANES) >= cut);
-    for (; i < size; i++) count += weights[i] >= cut;
-    for (int part = 0; part < PARTS; part++)
-        for (int lane = 0; lane < LANES; lane++) count += (int)found[part][lane];
-    return count;
-}
-
-/* A weight that `depth` of `size` are at or above, more where some are alike. By halving: the bits of floats that are not
-   negative are in their order. */
-static float top_cut(const float *weights, int size, int depth, float peak) {
-    uint32_t low = 0, high;
-    float cut = 0.0f;
-    memcpy(&high, &peak, 4);
-    for (high++; high - low > 1;) {
-        uint32_t middle = low + (high - low) / 2;
-        float tried;
-        memcpy(&tried, &middle, 4);
-        int count = count_from(weights, size, tried);
-        if (count < depth) {
-            high = middle;
-            continue;
-        }
-        low = middle;
-        cut = tried;
-        if (count == depth) break;
-    }
-    return cut;
-}
-
-static uint64_t sum_from(const float *weights, int size, float cut) {
-    uint64_t sum = 0;
-    for (int i = 0; i < size; i++) sum += weights[i] >= cut ? (uint64_t)weights[i] : 0;
-    return sum;
-}
-
-/* One id by `draw_top` of engine/draw.py at temperature 1: the same arithmetic, exact in the same way. Overwrites x. */
-static int draw(float *x, int size, int top_k, double top_p, double uniform) {
-    const float unit = 17179869184.0f;
-    float peak = largest(x, size), ranked[size];
-    int32_t ids[size];
-    for (int i = 0; i < size; i++) x[i] = __builtin_floorf(exponential(x[i] - peak) * unit);
-    float cut = top_k < size ? top_cut(x, size, top_k, unit) : 0.0f;
-    int count = 0;
-    for (int i = 0; i < size; i++) { /* what is kept moves to the front, by id */
-        if (!(x[i] >= cut)) continue;
-        ids[count] = i;
-        x[count++] = x[i];
-    }
-    for (int i = 0; i < count; i++) {
-        int at = i;
-        for (; at > 0 && ranked[at - 1] < x[i]; at--) ranked[at] = ranked[at - 1];
-        ranked[at] = x[i];
-    }
-    double mass = (double)sum_from(x, count, cut) * top_p, betters = 0.0;
-    for (int rank = 0; rank < count && betters < mass; rank++) {
-        cut = ranked[rank];
-        betters += ranked[rank];
-    }
-    double target = ((double)sum_from(x, count, cut) - 1.0) * uniform;
-    uint64_t below = 0;
-    for (int i = 0; i < count; i++) {
-        if (x[i] >= cut) below += (uint64_t)x[i];
-        if ((double)below > target) return ids[i];
-    }
-    return size - 1;
-}
-
-static int first_largest(const float *x, int size) {
-    float peak = largest(x, size);
-    for (int i = 0; i < size; i++)
-        if (x[i] == peak) return i;
-    return 0;
-}
-
 static void embed(const Predictor *p, int residual, int64_t code, float *x) {
     size_t at = ((size_t)residual * p->vocab + (size_t)code) * p->hidden;
     if (!p->narrow_tables) {
@@ -186,6 +108,11 @@ void draw_frames(
     size_t most = 2 * (size_t)rows;
     float *x = scratch, *normed = x + most * s.hidden, *attended = normed + most * s.hidden;
     float *wide = attended + most * s.attended, *scores = wide + most * s.wide, *cache = scores + rows * s.vocab;
+    float weights[p->vocab];
+    uint64_t kept[p->vocab];
+    int32_t ids[p->vocab];
+    Room room = {weights, kept, ids};
+    Drawing drawing = {.top_p = p->top_p, .temperature = 1.0f, .top_k = p->top_k < p->vocab ? p->top_k : p->vocab};
     memset(scratch, 0, sizeof(float) * (size_t)scratch_floats(p, rows));
     for (int row = 0; row < rows; row++) {
         memcpy(x + row * s.hidden, hidden + (size_t)row * p->hidden, 4 * (size_t)p->hidden);
@@ -218,8 +145,8 @@ void draw_frames(
             float *of = scores + row * s.vocab;
             size_t place = (size_t)row * p->residuals + index;
             if (logits) memcpy(logits + place * p->vocab, of, 4 * (size_t)p->vocab);
-            codes[place] = greedy[row] ? first_largest(of, p->vocab)
-                                       : draw(of, p->vocab, p->top_k, p->top_p, uniforms[place]);
+            drawing.uniform = uniforms[place];
+            codes[place] = greedy[row] ? first_largest(of, p->vocab) : draw(of, p->vocab, &drawing, room);
             embed(p, index, codes[place], x + row * s.hidden);
         }
     }
