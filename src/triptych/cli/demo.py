@@ -25,7 +25,6 @@ from triptych.cli.options import (
     make_plan,
     stoppable,
 )
-from triptych.cli.serve import bind, serving, url_of
 from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
@@ -80,9 +79,11 @@ class _Answer:
 
 
 async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int, max_tokens: int, log_level: str) -> _Answer:
-    from triptych.cli.progress import LoadDisplay
-
     started = time.monotonic()
+    from triptych.cli.progress import LoadDisplay
+    from triptych.server.listener import bind, url_of
+    from triptych.server.serving import serving
+
     with bind("127.0.0.1", 0) as listener, LoadDisplay() as display:
         async with serving(
             plan,

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,11 +28,9 @@ from triptych.cli.options import (
 from triptych.errors import ConfigError, TriptychError
 
 if TYPE_CHECKING:
-    from triptych.pipeline.launch import LaunchPlan
-    from triptych.pipeline.supervisor import Progress
-    from triptych.server.tracing import Tracing
+    import socket
 
-LAST_WORDS_S = 5  # for answers that are told that the server stops, to tell their clients
+    from triptych.pipeline.launch import LaunchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +107,7 @@ def command(
     from triptych.config.resolve import to_yaml
     from triptych.media.source import MediaSource
     from triptych.pipeline.memory_plan import memory_plan
+    from triptych.server.listener import bind
 
     log.configure(log_level.value)
     if omni and text_only:
@@ -191,14 +189,6 @@ def _traces_url(endpoint: str) -> str:
     return traces_url(endpoint)
 
 
-def _tracing(endpoint: str | None, plan: LaunchPlan) -> Tracing | None:
-    if endpoint is None:
-        return None
-    from triptych.server.tracing import Tracing
-
-    return Tracing.to(endpoint, plan.deploy)
-
-
 def _media_flags(local_path: str | None, domains: list[str] | None) -> dict[str, Any] | None:
     """The keys of the deploy config's `media` that flags set. An empty path allows none, as with vLLM's flag."""
     given: dict[str, Any] = {}
@@ -211,132 +201,6 @@ def _media_flags(local_path: str | None, domains: list[str] | None) -> dict[str,
     return given or None
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a port in use is found before a model is loaded. Raises ConfigError."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with contextlib.ExitStack() as undo:
-            # By this name asyncio knows TCP, and switches Nagle's algorithm off: it would hold deltas back for 40 ms.
-            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            undo.pop_all()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; try another --port"
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    plan: LaunchPlan,
-    listener: socket.socket,
-    *,
-    model_names: Sequence[str],
-    api_key: str | None,
-    log_level: str,
-    on_progress: Progress,
-    warm: bool = True,
-    otlp_traces_endpoint: str | None = None,
-    shutdown_timeout_s: float = 0,
-    hurry: asyncio.Event | None = None,
-) -> AsyncIterator[asyncio.Task[None]]:
-    """Load the model and answer on `listener`; stop both on leaving. Yields the server's task, ready for requests.
-
-    On leaving, answers under way have `shutdown_timeout_s` to end, or until `hurry` is set; the others then end with an
-    error.
-    `warm` starts the first media worker then, instead of when the first file comes. Traces of requests go to
-    `otlp_traces_endpoint`, as far as there is one.
-    """
-    import uvicorn
-
-    from triptych.pipeline.launch import load_processor, make_loader
-    from triptych.pipeline.orchestrator import Orchestrator
-    from triptych.server.app import create_app
-
-    class Server(uvicorn.Server):
-        """uvicorn that leaves signals to its caller and says when it answers."""
-
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
-            self.answering = asyncio.Event()
-
-        @contextlib.contextmanager
-        def capture_signals(self):  # type: ignore[no-untyped-def]  # uvicorn's own annotation differs by version
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            self.answering.set()
-
-    # A client that takes nothing for as long as a request may last has left, whatever its connection says.
-    patience_ms = min(int(1000 * plan.deploy.request_timeout_s), 2**31 - 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience_ms)
-    processor = load_processor(plan)
-    async with contextlib.AsyncExitStack() as stack:
-        tracing = _tracing(otlp_traces_endpoint, plan)
-        if tracing is not None:
-            stack.push_async_callback(tracing.close)  # after all that may still end a span
-        loader = make_loader(plan)
-        stack.push_async_callback(loader.close)
-        orchestrator = await Orchestrator.start(
-            deploy=plan.deploy,
-            model=str(plan.model_dir),
-            config=plan.config,
-            log_level=log_level,
-            on_progress=on_progress,
-        )
-        stack.push_async_callback(orchestrator.close)
-        app = create_app(
-            orchestrator=orchestrator,
-            loader=loader,
-            processor=processor,
-            config=plan.config,
-            deploy=plan.deploy,
-            model_name=model_names[0],
-            model_aliases=model_names[1:],
-            api_key=api_key,
-            tracing=tracing,
-        )
-        server = Server(
-            uvicorn.Config(
-                app,
-                http="h11",  # not whatever is installed: this one bounds the headers
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-            )
-        )
-        answering = asyncio.create_task(server.answering.wait())
-        task = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await asyncio.wait({answering, task}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                raise TriptychError(f"the HTTP server did not start: {task.exception()}") from task.exception()
-            if warm and (plan.config.media.has_audio or plan.config.media.has_vision):
-                loader.warm()
-            yield task
-        finally:
-            answering.cancel()
-            server.should_exit = True
-            hurried = asyncio.create_task((hurry or asyncio.Event()).wait())
-            await asyncio.wait({task, hurried}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            hurried.cancel()
-            orchestrator.refuse()
-            await asyncio.wait({task}, timeout=LAST_WORDS_S)
-            # Who still sends a request, or does not read an answer, is cut off.
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()
-            await asyncio.wait({task})
-
-
 async def _serve_until_stopped(
     plan: LaunchPlan,
     listener: socket.socket,
@@ -347,9 +211,11 @@ async def _serve_until_stopped(
     shutdown_timeout_s: float,
 ) -> int:
     """Returns the exit status: 0 after SIGTERM, 130 after Ctrl-C."""
-    from triptych.cli.progress import LoadDisplay
-
     started = time.monotonic()
+    from triptych.cli.progress import LoadDisplay
+    from triptych.server.listener import url_of
+    from triptych.server.serving import serving
+
     received: list[signal.Signals] = []
     this = asyncio.current_task()
     assert this is not None
