@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
-from triptych.engine.compiled_draw import Cuts, compiled_draw
-from triptych.engine.draw import draw_top, token_weights
+from triptych.engine.compiled_draw import compiled_draw
+from triptych.engine.draw import Cuts, draw_top, token_weights
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
 from triptych.engine.sampler import Sampler
 from triptych.errors import RequestError

@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from triptych.config.sampling import SamplingParams
-from triptych.engine.draw import FREEZING, GREEDY, UNIT
+from triptych.engine.draw import Cuts
 from triptych.layers.compiled import compiled
 
 SOURCE = Path(__file__).with_name("draw.c")
-
-
-class Cuts(NamedTuple):
-    """What each row of a batch is drawn with, all [rows]: float32, int32, float64, float32."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    least: Tensor
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> Self:
-        """A greedy row has weight in its largest logits alone."""
-        return cls(
-            torch.tensor([FREEZING if row.temperature < GREEDY else row.temperature for row in params]),
-            torch.tensor([min(row.top_k or vocab_size, vocab_size) for row in params], dtype=torch.int32),
-            torch.tensor([row.top_p for row in params], dtype=torch.float64),
-            torch.tensor([row.min_p * UNIT for row in params]),
-        )
 
 
 class CompiledDraw:

@@ -9,18 +9,44 @@ draw walks the vocabulary in id order, with one uniform number from `random_stre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from triptych.config.sampling import SamplingParams
+
 UNIT = 2.0**34  # weight of the most likely token; one less likely by more than this factor is never drawn
 _LEAST = -24.0  # exp of it is less than a unit
 GREEDY = 1e-5  # a temperature below this is greedy
-FREEZING = 1e-37  # divided by this, every logit but the largest has no weight left
+_FREEZING = 1e-37  # divided by this, every logit but the largest has no weight left
 _FEW_ROWS = 4  # up to so many rows, selecting from each costs less than work over the whole vocabulary
 _FEW = 64  # whole vector registers, so that every row's weights come from vector code, here and there
 _NUCLEUS = 1024  # where a nucleus most often ends; looked at before a whole row is sorted
 _CACHED = 2**19  # on CPU, more numbers than this are accumulated in pieces: fresh memory costs more than the sums
+
+
+class Cuts(NamedTuple):
+    """What each row of a batch is drawn with, all [B]: float32, int32, float64, float32."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    least: Tensor  # the weight that min_p asks for
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> Self:
+        """A greedy row has weight in its largest logits alone."""
+        temperature = [_FREEZING if row.temperature < GREEDY else row.temperature for row in params]
+        top_k = [min(row.top_k or vocab_size, vocab_size) for row in params]
+        return cls(
+            torch.tensor(temperature, device=device),
+            torch.tensor(top_k, dtype=torch.int32, device=device),
+            torch.tensor([row.top_p for row in params], dtype=torch.float64, device=device),
+            torch.tensor([row.min_p * UNIT for row in params], device=device),
+        )
 
 
 def draw_top(logits: Tensor, uniforms: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from triptych.config.sampling import SamplingParams
-from triptych.engine.compiled_draw import Cuts, compiled_draw
-from triptych.engine.draw import FREEZING, GREEDY, UNIT, invert, keep_at_least, nucleus_cut, token_weights, top_cut
+from triptych.engine.compiled_draw import compiled_draw
+from triptych.engine.draw import GREEDY, Cuts, invert, keep_at_least, nucleus_cut, token_weights, top_cut
 from triptych.engine.random_stream import UniformBlocks
 from triptych.errors import RequestError
 
@@ -65,10 +65,9 @@ class _Plan:
 
     slots: Tensor
     drawn: Tensor | None  # 1 for rows that use their uniform number, 0 for greedy ones; None: all are greedy
-    temperature: Tensor
-    truncations: tuple[_Truncation, ...]
-    min_weight: Tensor | None
-    cuts: Cuts | None  # the temperature, the truncations and `min_weight` for compiled code, if that draws
+    cuts: Cuts
+    truncations: tuple[_Truncation, ...]  # what top_k and top_p of `cuts` ask for, in few passes
+    has_min_p: bool
     repetition: Tensor | None
     presence: Tensor | None
     frequency: Tensor | None
@@ -167,7 +166,7 @@ class Sampler:
             token_ids = x.argmax(-1)
         else:
             uniforms = self._draw(slots, positions, stream) * plan.drawn
-            if self._compiled is not None and plan.cuts is not None:
+            if self._compiled is not None:
                 token_ids = self._compiled(x, uniforms, plan.cuts)
             else:
                 token_ids = invert(self._truncated(x, peak, plan), uniforms)
@@ -204,8 +203,8 @@ class Sampler:
 
     def _truncated(self, x: Tensor, peak: Tensor, plan: _Plan) -> Tensor:
         """The weights [B, V] to draw from."""
-        weights = token_weights(x, peak, plan.temperature)
-        cut = plan.min_weight
+        weights = token_weights(x, peak, plan.cuts.temperature.unsqueeze(1))
+        cut = plan.cuts.least.unsqueeze(1) if plan.has_min_p else None
         for part in plan.truncations:
             rows = weights if part.rows is None else weights[part.rows]
             if part.depth:
@@ -262,12 +261,9 @@ class Sampler:
         return _Plan(
             slots=torch.tensor(slots, device=self._device),
             drawn=None if all(greedy) else self._column([0.0 if cold else 1.0 for cold in greedy]),
-            temperature=self._column(
-                [FREEZING if cold else row.temperature for row, cold in zip(params, greedy, strict=True)]
-            ),
+            cuts=Cuts.of(params, self._vocab_size, self._device),
             truncations=self._truncations([None if cold else row for row, cold in zip(params, greedy, strict=True)]),
-            min_weight=self._column([row.min_p * UNIT for row in params]) if any(row.min_p for row in params) else None,
-            cuts=None if self._compiled is None else Cuts.of(params, self._vocab_size),
+            has_min_p=any(row.min_p for row in params),
             repetition=self._column([row.repetition_penalty for row in params])
             if any(row.repetition_penalty != 1.0 for row in params)
             else None,
