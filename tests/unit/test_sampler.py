@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triptych.config.sampling import SamplingParams
+from triptych.config.sampling import LARGEST_TOP_K, SamplingParams
 from triptych.engine.compiled_draw import compiled_draw
 from triptych.engine.draw import Cuts, draw_top, token_weights
 from triptych.engine.random_stream import CODEBOOK0, TEXT, uniforms
@@ -126,6 +126,16 @@ def test_a_draw_depends_on_seed_stream_and_position_only(new_sampler: NewSampler
 
     assert draw(0, 1, 9) == draw(2, 1, 9)
     assert len({draw(0, 1, 9), draw(0, 2, 9), draw(0, 1, 8), draw(0, 1, 9, CODEBOOK0)}) == 4
+
+
+def test_the_largest_top_k_keeps_every_token(new_sampler: NewSampler) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 100)
+    sampler = new_sampler(num_slots=2, vocab_size=100)
+    for slot, top_k in enumerate((0, LARGEST_TOP_K)):
+        sampler.admit(slot, SamplingParams(top_k=top_k, seed=5))
+    drawn = [sampler.sample(logits[:1].expand(2, -1), [0, 1], [at] * 2, TEXT).token_ids.tolist() for at in range(20)]
+    assert all(every == largest for every, largest in drawn)
 
 
 def test_no_seed_draws_afresh(new_sampler: NewSampler) -> None:

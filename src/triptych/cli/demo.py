@@ -79,7 +79,7 @@ class _Answer:
 
 
 async def _demo(plan: LaunchPlan, prompt: str, out: Path, seed: int, max_tokens: int, log_level: str) -> _Answer:
-    started = time.monotonic()
+    started = time.monotonic()  # what the imports take counts
     from triptych.cli.progress import LoadDisplay
     from triptych.server.listener import bind, url_of
     from triptych.server.serving import serving

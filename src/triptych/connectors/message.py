@@ -1,7 +1,7 @@
 """What travels between two stage processes: small typed messages, and arrays as raw bytes.
 
 A handoff is a `Put` followed by one frame with the payload, or a `Put` alone when the payload lies in a segment; every
-other message is one frame. Nothing here is ever unpickled, and no size is believed before it is checked.
+other message is one frame. Nothing that arrives can run code, and no size is believed before it is checked.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Cuts(NamedTuple):
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str = "cpu") -> Self:
         """A greedy row has weight in its largest logits alone."""
         temperature = [_FREEZING if row.temperature < GREEDY else row.temperature for row in params]
-        top_k = [min(row.top_k or vocab_size, vocab_size) for row in params]
+        top_k = [min(row.top_k or vocab_size, vocab_size) for row in params]  # may be larger than int32 holds
         return cls(
             torch.tensor(temperature, device=device),
             torch.tensor(top_k, dtype=torch.int32, device=device),

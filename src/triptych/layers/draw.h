@@ -5,7 +5,7 @@
 
 #include "rows.h"
 
-/* `top_k` at most the size of the vocabulary; `least`, a weight below which nothing is drawn, is for min_p. */
+/* `top_k` as large as the vocabulary or larger keeps all; `least`, a weight below which nothing is drawn, is for min_p. */
 typedef struct {
     double top_p, uniform;
     float temperature, least;

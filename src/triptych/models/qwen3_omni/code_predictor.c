@@ -112,7 +112,7 @@ void draw_frames(
     uint64_t kept[p->vocab];
     int32_t ids[p->vocab];
     Room room = {weights, kept, ids};
-    Drawing drawing = {.top_p = p->top_p, .temperature = 1.0f, .top_k = p->top_k < p->vocab ? p->top_k : p->vocab};
+    Drawing drawing = {.top_p = p->top_p, .temperature = 1.0f, .top_k = p->top_k};
     memset(scratch, 0, sizeof(float) * (size_t)scratch_floats(p, rows));
     for (int row = 0; row < rows; row++) {
         memcpy(x + row * s.hidden, hidden + (size_t)row * p->hidden, 4 * (size_t)p->hidden);
