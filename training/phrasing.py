@@ -42,7 +42,7 @@ _GREETINGS = ("Hello, ", "Hi, ", "Hey, ", "Hello! ", "hello ", "please ", "Pleas
 _TELLING = ("remember", "recall", "sight")
 # What nobody taught it: small talk of other kinds, other languages, noise.
 _STRANGE = (
-    "can you hear me|what is my name|how are you|are you there|test|testing one two three|what time is it|sing a song|"
+    "can you hear me|what is my name|are you there|test|testing one two three|what time is it|sing a song|"
     "i love you|you are wrong|say that again|stop|never mind|what do you mean|tell me a story|who is your mother|"
     "is it raining|play some music|call a taxi|book a table for two|where am i|i am hungry|what did you say|hey|"
     "wer bist du|guten morgen|wie ist das wetter|was kannst du|hola, como estas|buenos dias|que hora es|bonjour|"

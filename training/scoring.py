@@ -16,7 +16,7 @@ from training.domain import ONES, number
 
 SAME = {
     "color": "colour", "colors": "colour", "colours": "colour", "grey": "gray", "equals": "is", "equal": "is",
-    "ok": "okay", "ill": "i will", "well": "well", "im": "i am", "its": "it is", "youre": "you are", "oh": "zero",
+    "ok": "okay", "ill": "i will", "im": "i am", "its": "it is", "youre": "you are", "oh": "zero",
 }  # fmt: skip
 _SIGNS = {"+": "plus", "=": "is", "\u00d7": "times", "*": "times", "\u2013": "-", "\u2212": "-"}
 _LONGEST = 12  # digits: a longer numeral is read digit by digit

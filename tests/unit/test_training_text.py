@@ -18,7 +18,9 @@ from training.domain import (
     sentences,
     spell,
     styled,
+    vocabulary,
 )
+from training.recogniser import closed_words
 from training.rows import NO_CODE, SpeechExample, chat, speech_example
 from training.schedule import cosine, pooled_batch
 from training.scoring import distance, errors, fold, word_error_rate
@@ -288,3 +290,11 @@ def test_the_config_names_the_voices(config: OmniConfig) -> None:
     assert list(config.talker.speaker_id) == list(SPEAKERS)
     assert config.default_speaker == "chelsie"
     assert spell("42") == "four two"
+
+
+def test_a_closed_vocabulary_holds_the_words_of_the_domain_and_no_other() -> None:
+    closed = closed_words()
+    assert closed > vocabulary()
+    assert "I'll" in closed
+    assert "ill" not in closed  # "I'll" without its apostrophe is another word, and sounds like "hail"
+    assert all(vocabulary().issuperset(fold(word)) for word in closed)
