@@ -26,6 +26,7 @@ from triptych.layers.product import (
     Product,
     WidenedProduct,
     fits_half,
+    half_tile,
     half_works,
     int8_works,
     make_product,
@@ -65,7 +66,7 @@ def test_product(outputs: int, inputs: int, dtype: torch.dtype) -> None:
     tolerance = 1e-5 if dtype is torch.float32 else 3e-2
     x = torch.randn(ROWS, inputs).to(dtype)
     products: list[Product] = [PlainProduct(weight), make_product(weight)]
-    if packing_works():
+    if packing_works(dtype):
         products.append(PackedProduct(weight))
     for product in products:
         assert_invariant(product, x)
@@ -81,8 +82,29 @@ def test_half_product_loses_nothing_of_a_bfloat16_weight(outputs: int, inputs: i
     weight = (torch.randn(outputs, inputs) * inputs**-0.5).bfloat16().float()
     assert fits_half(weight) and type(make_product(weight)) is HalfProduct
     x = torch.randn(ROWS, inputs)
-    assert_invariant(HalfProduct(weight), x)
-    torch.testing.assert_close(HalfProduct(weight)(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
+    for product in (HalfProduct(weight), HalfProduct(weight, 3 * half_tile())):
+        assert_invariant(product, x)
+        torch.testing.assert_close(product(x), F.linear(x, weight), atol=1e-5, rtol=1e-5)
+    narrow = x.bfloat16()  # the sums are rounded once
+    assert torch.equal(HalfProduct(weight.bfloat16())(narrow), HalfProduct(weight)(narrow.float()).bfloat16())
+
+
+def test_a_bfloat16_weight_is_packed_whatever_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without AVX-512 oneDNN refuses bfloat16; the operators are asked, not the name of the processor."""
+
+    def refuse(weight: Tensor, rows: int) -> Tensor:
+        raise RuntimeError("bf16 path needs the cpu support")
+
+    weight = torch.randn(512, 256).bfloat16()
+    fastest = PackedProduct if packing_works(torch.bfloat16) else HalfProduct if half_works() else PlainProduct
+    assert type(make_product(weight)) is fastest
+    packing_works.cache_clear()
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    try:
+        assert type(make_product(weight)) is (HalfProduct if half_works() else PlainProduct)
+        assert type(make_product(weight.float() * 1e6)) is PlainProduct
+    finally:
+        packing_works.cache_clear()
 
 
 def test_a_weight_that_float16_would_round_is_not_kept_in_it() -> None:

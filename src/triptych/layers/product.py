@@ -13,6 +13,7 @@ import warnings
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triptych.layers.quantized_weight import QuantizedWeight
@@ -20,6 +21,7 @@ from triptych.layers.quantized_weight import QuantizedWeight
 # Smaller weights than this cost less as a plain product: a packed one has about 10 us of overhead.
 PACKED_FROM = 512 * 256
 _TYPICAL_ROWS = 4  # the packed order hardly depends on it
+_PROBED_ROWS, _MOST_TILE = 260, 8  # FBGEMM takes up to 120 rows at a time
 
 
 class Product(Protocol):
@@ -35,17 +37,19 @@ class Product(Protocol):
 
 
 class PlainProduct:
-    """The weight as [K, N] in memory; `torch.mm` reads it fastest that way."""
+    """The weight as [K, N] in memory, in the dtype that it is multiplied in; `torch.mm` reads it fastest that way."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight_t = weight.t().contiguous() if weight.device.type == "cpu" else weight.t()
-        self.itemsize = weight.itemsize
+        weight_t = weight.t().to(summing_dtype(weight))
+        self.weight_t = weight_t.contiguous() if weight.device.type == "cpu" else weight_t
+        self.itemsize = self.weight_t.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight_t)
+        return torch.mm(x.to(self.weight_t.dtype), self.weight_t).to(x.dtype)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.addmm(residual, x, self.weight_t)
+        dtype = self.weight_t.dtype
+        return torch.addmm(residual.to(dtype), x.to(dtype), self.weight_t).to(x.dtype)
 
 
 class PackedProduct:
@@ -65,21 +69,26 @@ class PackedProduct:
 
 
 class HalfProduct:
-    """float32 rows times a weight kept in float16, summed in float32: half the memory to read, in FBGEMM's own order.
+    """Rows times a weight kept in float16, summed in float32: half the memory to read, in FBGEMM's own order.
 
-    For weights that float16 holds (`fits_half`): those of a bfloat16 checkpoint do, so nothing is lost. Rows do not
-    depend on how many there are.
+    For weights that float16 holds (`fits_half`), as it does those of a bfloat16 checkpoint: nothing is lost. Narrow rows
+    are widened, and the sums rounded once. Rows do not depend on how many there are, as they go by whole tiles.
     """
 
     itemsize = 2
 
-    def __init__(self, weight: Tensor) -> None:
-        self.packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.contiguous())
+    def __init__(self, weight: Tensor, tile: int | None = None) -> None:
+        """`tile` rows go together: `half_tile()` unless given."""
+        self.packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.float().contiguous())
         self.linear = torch.fbgemm_linear_fp16_weight_fp32_activation
+        self.tile = tile or half_tile()
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = self.linear(x.contiguous(), self.packed, None)
-        return product
+        wide, rows = x.float().contiguous(), x.shape[0]
+        if rows % self.tile:
+            wide = F.pad(wide, (0, 0, 0, -rows % self.tile))
+        product: Tensor = self.linear(wide, self.packed, None)
+        return product[:rows].to(x.dtype)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         return self(x).add_(residual)
@@ -126,16 +135,17 @@ class WidenedProduct:
         on_cpu = weight.stored.device.type == "cpu"
         self.stored_t = weight.stored.t().contiguous() if on_cpu else weight.stored.t()
         self.scale_t = weight.scale.t().contiguous()
+        self.dtype = summing_dtype(weight.scale)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight_t())
+        return torch.mm(x.to(self.dtype), self.weight_t()).to(x.dtype)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.addmm(residual, x, self.weight_t())
+        return torch.addmm(residual.to(self.dtype), x.to(self.dtype), self.weight_t()).to(x.dtype)
 
     def weight_t(self) -> Tensor:
         """The weight as [K, N]."""
-        return self.stored_t.to(self.scale_t.dtype).mul_(self.scale_t)
+        return self.stored_t.to(self.scale_t.dtype).mul_(self.scale_t).to(self.dtype)
 
 
 def make_product(weight: Tensor | QuantizedWeight) -> Product:
@@ -144,15 +154,27 @@ def make_product(weight: Tensor | QuantizedWeight) -> Product:
         return Int8Product(weight) if Int8Product.suits(weight) and int8_works() else WidenedProduct(weight)
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return PlainProduct(weight)
-    if weight.dtype is torch.float32 and fits_half(weight) and half_works():
+    if weight.dtype is torch.bfloat16 and packing_works(torch.bfloat16):
+        return PackedProduct(weight)
+    if fits_half(weight) and half_works():
         return HalfProduct(weight)
-    packed = weight.dtype is torch.bfloat16 or weight.numel() >= PACKED_FROM
-    return PackedProduct(weight) if packed and packing_works() else PlainProduct(weight)
+    if weight.numel() >= PACKED_FROM and packing_works(weight.dtype):
+        return PackedProduct(weight)
+    return PlainProduct(weight)
+
+
+def summing_dtype(weight: Tensor) -> torch.dtype:
+    """What `torch.mm` is to multiply a weight in: float32 for bfloat16 on a processor that cannot multiply in that.
+
+    There torch's own loops take a hundred times as long, and their sums depend on how many rows and threads there are.
+    """
+    emulated = weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and not packing_works(torch.bfloat16)
+    return torch.float32 if emulated else weight.dtype
 
 
 def fits_half(weight: Tensor) -> bool:
-    """Whether float16 holds a float32 weight, but for less than 2^-25: the rounding of a float32 sum near 1."""
-    return bool(((weight.half().float() - weight).abs() <= 2.0**-25).all())
+    """Whether float16 holds a weight, but for less than 2^-25: the rounding of a float32 sum near 1."""
+    return bool(((weight.half().float() - weight.float()).abs() <= 2.0**-25).all())
 
 
 def take_product(module: nn.Module, name: str) -> Product:
@@ -176,10 +198,14 @@ def give_up(module: nn.Module, name: str) -> None:
 
 
 @functools.cache
-def packing_works() -> bool:
-    """Whether this build of torch packs weights with oneDNN (they are operators that its compiler uses)."""
+def packing_works(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a dtype (with operators that torch's compiler uses).
+
+    In bfloat16 it takes a processor with AVX-512. On others FBGEMM reads the weight in float16: on two Zen 3 cores and
+    four rows 2048 x 512 took 0.14 ms so, by `torch.mm` in bfloat16 15.8 ms.
+    """
     try:
-        weight = torch.eye(4)
+        weight = torch.eye(4, dtype=dtype)
         return bool(torch.equal(PackedProduct(weight)(weight), weight))
     except (AttributeError, RuntimeError):
         return False
@@ -196,9 +222,25 @@ def half_works() -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             weight = torch.eye(4)
-            return bool(torch.equal(HalfProduct(weight)(weight), weight))
+            return bool(torch.equal(HalfProduct(weight, tile=1)(weight), weight)) and half_tile() > 0
     except (AttributeError, RuntimeError):
         return False
+
+
+@functools.cache
+def half_tile() -> int:
+    """By how many rows FBGEMM must go for the bits of a row not to depend on how many there are; 0 where none is found.
+
+    With AVX-512 one. With AVX2 it sums one row, two, and as few left over of more in another order than three and more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.rand(16, 64, generator=generator), torch.rand(_PROBED_ROWS, 64, generator=generator)
+    for tile in range(1, _MOST_TILE + 1):
+        product = HalfProduct(weight, tile)
+        whole = product(x)
+        if all(torch.equal(product(x[:rows]), whole[:rows]) for rows in range(1, _PROBED_ROWS)):
+            return tile
+    return 0
 
 
 @functools.cache
