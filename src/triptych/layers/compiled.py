@@ -24,9 +24,9 @@ from triptych.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SHARED = Path(__file__).parent
-# The code orders its sums itself: nothing here lets the compiler reorder them. For some processors (Zen 2 and on) gcc fuses
-# products with sums in some loops and not in others, and a row would have other bits by which of them it went through:
-# the parameter has it fuse them all.
+# The code orders its sums itself: nothing here lets the compiler reorder them. For some processors (Zen 2 and on) gcc
+# fuses products with sums in some loops and not in others, and a row would have other bits by which of them it went
+# through: the parameter has it fuse them all.
 _FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
     *("--param", "avoid-fma-max-bits=0"),

@@ -71,7 +71,7 @@ class PackedProduct:
 class HalfProduct:
     """Rows times a weight kept in float16, summed in float32: half the memory to read, in FBGEMM's own order.
 
-    For weights that float16 holds (`fits_half`), as it does those of a bfloat16 checkpoint: nothing is lost. Narrow rows
+    For weights that float16 holds (`fits_half`): those of a bfloat16 checkpoint do, so nothing is lost. bfloat16 rows
     are widened, and the sums rounded once. Rows do not depend on how many there are, as they go by whole tiles.
     """
 
