@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SIZES, default="bench")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder = ensure_checkpoint(arguments.model)
@@ -45,9 +46,9 @@ def main() -> None:
         raise SystemExit("there is no compiled side to measure, see the log")
     width, residuals = sides[0].config.hidden_size, sides[0].residuals
     print("| streams | eager, ms | compiled, ms | ratio | frames alike |\n|---|---|---|---|---|")
-    for streams in STREAMS:
+    for streams in arguments.streams:
         hidden, first = torch.randn(2, streams, width)
-        draw = ResidualDraw(torch.rand(streams, residuals, dtype=torch.float64), [False] * streams)
+        draw = ResidualDraw.of(torch.rand(streams, residuals, dtype=torch.float64), [False] * streams)
         eager, compiled = (side(hidden, first, draw) for side in sides)
         alike = int((eager == compiled).all(dim=1).sum())
         taken: tuple[list[float], list[float]] = ([], [])

@@ -19,6 +19,7 @@ from triptych.engine.batch import ScheduledBatch, ScheduledRow
 from triptych.engine.inputs import build_inputs
 from triptych.engine.kv_cache import KVCache
 from triptych.engine.request import EngineRequest
+from triptych.models.qwen3_omni.backbone import Backbone
 from triptych.models.qwen3_omni.config import load_config
 from triptych.models.qwen3_omni.synthetic_cache import ensure_checkpoint
 from triptych.models.qwen3_omni.synthetic_config import SIZES
@@ -31,19 +32,19 @@ STREAMS = (1, 8, 32)
 BLOCK = 16
 
 
-def loaded(folder: Path, kind: type[Thinker] | type[Talker], *, eager: bool) -> Thinker | Talker:
+def loaded(folder: Path, kind: type[Thinker] | type[Talker], *, eager: bool) -> Backbone:
     config = load_config(folder)
     with torch.device("meta"):
         model = kind(config)
     load_weights(model, model.placements, folder, prefixes=model.prefixes, dtype=torch.float32)
     model.prepare(eager=eager)
-    return model
+    return model.backbone
 
 
 class Step:
-    """One forward of `model` over `streams` requests, the last `rows` of the `context` positions of each."""
+    """One forward of the layers over `streams` requests, the last `rows` of the `context` positions of each."""
 
-    def __init__(self, model: Thinker | Talker, *, streams: int, rows: int, context: int) -> None:
+    def __init__(self, model: Backbone, *, streams: int, rows: int, context: int) -> None:
         decoder, blocks = model.config, -(-context // BLOCK)
         self.model = model
         self.cache = KVCache(
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=SIZES, default="bench")
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--context", type=int, default=300)
     parser.add_argument("--rows", type=int, default=512)
     arguments = parser.parse_args()
@@ -90,7 +92,7 @@ def main() -> None:
         models = [loaded(folder, kind, eager=eager) for eager in (True, False)]
         if not models[1].by_row:
             raise SystemExit("there is no compiled side to measure, see the log")
-        steps = [(f"{n} of {arguments.context}", n, 1, arguments.context) for n in STREAMS]
+        steps = [(f"{n} of {arguments.context}", n, 1, arguments.context) for n in arguments.streams]
         for name, streams, rows, context in (*steps, (f"prefill of {arguments.rows}", 1, *[arguments.rows] * 2)):
             sides = [Step(model, streams=streams, rows=rows, context=context) for model in models]
             taken = [[side() for side in sides] for _ in range(arguments.repeats + 1)][1:]

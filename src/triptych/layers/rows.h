@@ -46,6 +46,15 @@ static size_t padded(size_t length, size_t to) { return (length + to - 1) / to *
 
 static size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
+/* Holds a value for several uses: gcc would read it again for each, and there are fewer reads in a cycle than uses. */
+#if defined(__AVX512F__)
+#define IN_REGISTER(floats) __asm__("" : "+v"(floats))
+#elif defined(__SSE2__)
+#define IN_REGISTER(floats) __asm__("" : "+x"(floats))
+#else
+#define IN_REGISTER(floats)
+#endif
+
 static inline Floats load(const float *x) { return *(const Floats *)x; }
 
 /* The next WIDTH outputs of `rows` rows. Always inlined, with `rows` and `narrow` known. */
@@ -56,16 +65,20 @@ static inline __attribute__((always_inline)) void tile(
     const int many = narrow == SCALED ? 4 : narrow == NARROW ? 2 : 1; /* weights in a word */
     const uint32_t *words = (const uint32_t *)block;
     for (int i = 0; i < inputs; i += many, words += WIDTH)
-        for (int part = 0; part < PARTS; part++) {
-            Words word = *(const Words *)(words + part * LANES);
-            for (int at = 0; at < many; at++) {
-                Floats weight;
-                if (narrow == SCALED) weight = __builtin_convertvector((Whole)(word << (24 - 8 * at)) >> 24, Floats);
-                else if (narrow == WIDE) weight = (Floats)word;
-                else if (at) weight = (Floats)(word & 0xffff0000u);
-                else weight = (Floats)(word << 16);
-                for (int row = 0; row < rows; row++) total[row][part] += x[row * x_stride + i + at] * weight;
+        for (int at = 0; at < many; at++) {
+            Floats weights[PARTS];
+            for (int part = 0; part < PARTS; part++) {
+                Words word = *(const Words *)(words + part * LANES);
+                if (narrow == SCALED)
+                    weights[part] = __builtin_convertvector((Whole)(word << (24 - 8 * at)) >> 24, Floats);
+                else if (narrow == WIDE) weights[part] = (Floats)word;
+                else if (at) weights[part] = (Floats)(word & 0xffff0000u);
+                else weights[part] = (Floats)(word << 16);
+                IN_REGISTER(weights[part]);
             }
+            for (int row = 0; row < rows; row++)
+                for (int part = 0; part < PARTS; part++)
+                    total[row][part] += x[row * x_stride + i + at] * weights[part];
         }
     for (int row = 0; row < rows; row++)
         for (int part = 0; part < PARTS; part++) {
