@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from training.checkpoints import load_state, save_state
+from training.checkpoints import load_state, save_state, weights_of
 
 
 def average(parts: Sequence[tuple[Path, float]]) -> dict[str, object]:
@@ -27,7 +27,7 @@ def average(parts: Sequence[tuple[Path, float]]) -> dict[str, object]:
         state = load_state(path)
         if state is None:
             raise FileNotFoundError(path)
-        for name, tensor in state["model"].items():
+        for name, tensor in weights_of(state).items():
             if not tensor.is_floating_point():
                 mean[name] = tensor
             else:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
@@ -34,17 +36,32 @@ def seed_step(seed: int, step: int) -> None:
     random.seed(seed * 1_000_003 + step)
 
 
-def save_step(path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_step(
+    path: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mean: AveragedModel | None = None
+) -> None:
     """Save what `resume` takes up."""
-    save_state(path, {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    save_state(path, state if mean is None else state | {"mean": mean.state_dict()})
 
 
-def resume(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load what was saved; the step to go on from, or 0. A restored state has no part of the optimizer."""
+def resume(
+    path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, mean: AveragedModel | None = None
+) -> int:
+    """Load what was saved; the step to go on from, or 0. A restored state has no part of the optimizer, nor a mean."""
     state = load_state(path)
     if state is None:
         return 0
     model.load_state_dict(state["model"])
+    if mean is not None and "mean" in state:
+        mean.load_state_dict(state["mean"])
     if "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
+
+
+def weights_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    """What a stage has trained: the moving average of its weights where it keeps one."""
+    if "mean" not in state:
+        weights: dict[str, Tensor] = state["model"]
+        return weights
+    return {name.removeprefix("module."): part for name, part in state["mean"].items() if name != "n_averaged"}

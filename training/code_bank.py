@@ -12,25 +12,26 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from training.alignment import Phones, words_of_frames
+from training.alignment import words_of_frames
 from training.codec import Codec
 from training.domain import Split
 from training.evaluate_codec import load_codec
-from training.speech import by_heart_store, common_store, speech_store, unseen_store
-from training.speech_store import SpeechStore, Utterance
+from training.speech import by_heart_store, common_store, lists_store, speech_store, unseen_store
+from training.speech_store import Recording, SpeechStore
 
 Frames = NDArray[np.int16]
 
 
 class CodeBank:
-    """Frames [T, quantizers] of every utterance of a corpus, by sentence and voice."""
+    """Frames [T, quantizers] of every utterance of some corpora, by sentence and voice."""
 
-    def __init__(self, spoken: Iterable[tuple[Utterance, Frames]]) -> None:
+    def __init__(self, spoken: Iterable[tuple[Recording, Frames]]) -> None:
         self._frames: dict[str, dict[str, Frames]] = {}
-        self._phones: dict[tuple[str, str], Phones] = {}
-        for utterance, part in spoken:
+        self._recordings: dict[tuple[str, str], Recording] = {}
+        for recording, part in spoken:
+            utterance = recording.utterance
             self._frames.setdefault(utterance.sentence, {})[utterance.voice] = part
-            self._phones[utterance.sentence, utterance.voice] = utterance.phones
+            self._recordings[utterance.sentence, utterance.voice] = recording
         self.sentences = sorted(self._frames)
 
     def voices(self, sentence: str) -> list[str]:
@@ -40,9 +41,13 @@ class CodeBank:
     def frames(self, sentence: str, voice: str) -> Frames:
         return self._frames[sentence][voice]
 
+    def recording(self, sentence: str, voice: str) -> Recording:
+        return self._recordings[sentence, voice]
+
     def said(self, sentence: str, voice: str) -> tuple[list[int | None], list[str]]:
         """Per frame the index of the word that is said, None in pauses, and the phone."""
-        return words_of_frames(sentence, voice, self._phones[sentence, voice], len(self.frames(sentence, voice)))
+        phones = self.recording(sentence, voice).utterance.phones
+        return words_of_frames(sentence, voice, phones, len(self.frames(sentence, voice)))
 
     def __contains__(self, sentence: str) -> bool:
         return sentence in self._frames
@@ -53,7 +58,7 @@ def build_bank(work: Path, split: Split) -> CodeBank:
     trained further."""
     stores = {split: speech_store(work, split)}
     if split == "train":
-        stores |= {"by_heart": by_heart_store(work), "common": common_store(work)}
+        stores |= {"by_heart": by_heart_store(work), "common": common_store(work), "lists": lists_store(work)}
     return _bank(work, stores)
 
 
@@ -67,7 +72,7 @@ def _bank(work: Path, stores: dict[str, SpeechStore]) -> CodeBank:
     return CodeBank(chain.from_iterable(_encoded(work, name, store, codec) for name, store in stores.items()))
 
 
-def _encoded(work: Path, name: str, store: SpeechStore, codec: Codec) -> Iterable[tuple[Utterance, Frames]]:
+def _encoded(work: Path, name: str, store: SpeechStore, codec: Codec) -> Iterable[tuple[Recording, Frames]]:
     path = work / f"codes_{name}_{codec.digest()}.npz"
     if not path.exists():
         parts = [codec.encode(torch.from_numpy(store.waveform(index))).numpy() for index in range(len(store))]
@@ -75,7 +80,8 @@ def _encoded(work: Path, name: str, store: SpeechStore, codec: Codec) -> Iterabl
         np.savez(partial, codes=np.concatenate(parts).astype(np.int16), ends=np.cumsum([len(part) for part in parts]))
         os.replace(partial, path)
     with np.load(path) as saved:
-        return zip(store.utterances, np.split(saved["codes"], saved["ends"][:-1]), strict=True)
+        parts = np.split(saved["codes"], saved["ends"][:-1])
+    return [(Recording(store, index), part) for index, part in enumerate(parts)]
 
 
 def main() -> None:

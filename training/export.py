@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.checkpoints import load_state
+from training.checkpoints import load_state, weights_of
 from training.evaluate_codec import load_codec
 from training.parts import SHARPER, text_embedding
 from training.tiny_config import PREPROCESSOR, tiny_config
@@ -48,8 +48,7 @@ def _trained(work: Path, stage: str) -> dict[str, Tensor]:
     state = load_state(path)
     if state is None:
         raise FileNotFoundError(f"{path} does not exist; train the {stage} first")
-    weights: dict[str, Tensor] = state["model"]
-    return weights
+    return weights_of(state)
 
 
 def export(work: Path, folder: Path) -> None:

@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 
 
 class TrainingLog:
     def __init__(self, path: Path, every: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.every = path, every
-        self._sums: dict[str, float] = {}
-        self._count = 0
+        self._values: dict[str, list[float]] = {}
 
     def add(self, step: int, **values: float) -> None:
-        """Values of one step; a line is written when `step` is a multiple of `every`."""
+        """Values of one step; a line is written when `step` is a multiple of `every`.
+
+        Each is a mean over the steps that had it.
+        """
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        self._count += 1
+            self._values.setdefault(name, []).append(value)
         if step % self.every:
             return
-        means: dict[str, object] = {name: round(total / self._count, 5) for name, total in self._sums.items()}
+        means: dict[str, object] = {name: round(fmean(found), 5) for name, found in self._values.items()}
         _append(self.path, {"step": step, **means})
-        self._sums, self._count = {}, 0
+        self._values = {}
 
     def evaluated(self, step: int, **values: object) -> None:
         """What an evaluation has found, in `evaluation.jsonl`."""

@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from training.checkpoints import load_state, seed_step
+from training.checkpoints import load_state, seed_step, weights_of
 from training.code_bank import Frames, build_own_bank
 from training.domain import Sample
 from training.rows import SpeechExample
+from training.spoken_examples import SpokenExamples
 from training.talker_batch import Batch
 from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
-from training.train_talker import SpokenExamples, TalkerTrainee
+from training.train_talker import TalkerTrainee
 from triptych.models.qwen3_omni.config import parse_config
 
 BATCH, SEED = 16, 11
@@ -43,7 +44,7 @@ def _make(work: Path, utterances: list[tuple[str, str]], path: Path) -> None:
     raw = tiny_config(tokenizer)
     config = parse_config(raw)
     trainee = TalkerTrainee(raw)
-    trainee.load_state_dict(state["model"])
+    trainee.load_state_dict(weights_of(state))
     trainee.eval()
     examples = SpokenExamples(build_own_bank(work), tokenizer, config)
     found: list[Frames] = [np.zeros((0, trainee.groups), np.int16)] * len(utterances)

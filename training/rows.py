@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from training.domain import Exchange
+from training.speech_store import Recording
 from triptych.errors import CheckpointError
 from triptych.models.qwen3_omni.bridge import talker_prompt_rows, talker_prompt_token_ids
 from triptych.models.qwen3_omni.config import OmniConfig
@@ -30,6 +31,7 @@ class SpeechExample:
     words: list[int] = field(default_factory=list)  # [frames], the token said in each, UNKNOWN in pauses
     phones: list[int] = field(default_factory=list)  # [frames]
     sources: list[int] = field(default_factory=list)  # [frames], the row in which the word was given, UNKNOWN if none
+    recording: Recording | None = None  # what the teacher said
 
 
 def chat(tokenizer: Tokenizer, history: Sequence[Exchange], question: str, system: str | None = None) -> list[int]:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.domain import SMALL_TALK, Split, draw_long, samples, sentences
+from training.domain import SMALL_TALK, SPOKEN_WORDS, Sample, Split, draw_long, samples, sentences
 from training.pace import speak_in_frames
 from training.phrasing import UNKNOWN
 from training.speech_store import SpeechStore, build_store
@@ -17,6 +17,7 @@ from training.teacher import VOICES
 TRAIN_SENTENCES, HELD_OUT_SENTENCES = 33_000, 300
 LONG_SENTENCES, LONG = 3_500, 18  # more of so many words, in training: the domain draws few, and they are lost first
 
+LISTS, LIST_WORDS = 6_000, (3, 12)  # of so many words in any order: where most of its mistakes were
 UNSEEN_SENTENCES = 1_600  # of the training split, but never taught to the Talker
 COMMON, DRAWS = 3, 40_000  # answers that so many draws of the domain give so often are spoken in each voice
 
@@ -49,6 +50,11 @@ def unseen_store(work: Path) -> SpeechStore:
     return build_store(work / "speech_unseen", _in_turn(chosen), speak_in_frames)
 
 
+def lists_store(work: Path) -> SpeechStore:
+    """Words in any order, made on first use."""
+    return build_store(work / "speech_lists", _in_turn(word_lists()), speak_in_frames)
+
+
 def _in_turn(chosen: Sequence[str]) -> list[tuple[str, str]]:
     names = list(VOICES)
     return [(sentence, names[index % len(names)]) for index, sentence in enumerate(chosen)]
@@ -56,6 +62,17 @@ def _in_turn(chosen: Sequence[str]) -> list[tuple[str, str]]:
 
 def _in_each(chosen: Sequence[str]) -> list[tuple[str, str]]:
     return [(sentence, voice) for sentence in chosen for voice in VOICES]
+
+
+def word_lists() -> list[str]:
+    """Different lists of the domain's words in any order, of the training split; the same each time."""
+    rng = random.Random("word lists")
+    found: dict[str, None] = {}
+    while len(found) < LISTS:
+        words = " ".join(rng.choice(SPOKEN_WORDS) for _ in range(rng.randint(*LIST_WORDS)))
+        if Sample(kind="repeat", key=words, question="", answer=words).split == "train":
+            found[words] = None
+    return list(found)
 
 
 def long_sentences() -> list[str]:

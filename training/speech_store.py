@@ -43,6 +43,22 @@ class SpeechStore:
         return part.astype(np.float32) / 32768
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One utterance of a corpus."""
+
+    store: SpeechStore
+    index: int
+
+    @property
+    def utterance(self) -> Utterance:
+        return self.store.utterances[self.index]
+
+    def waveform(self, start: int, samples: int) -> Waveform:
+        """Float32 samples of a part of it."""
+        return self.store.waveform(self.index, start, samples)
+
+
 def build_store(
     folder: Path, sentences: Sequence[tuple[str, str]], speak: Callable[[str, str], Speech], threads: int = 2
 ) -> SpeechStore:

@@ -2,101 +2,47 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import DynamicCache
 
-from training.alignment import PHONES, tokens_of_words
+from training.alignment import PHONES
 from training.checkpoints import resume, save_step, seed_step
 from training.code_bank import CodeBank, build_bank
-from training.command import run_trainer
 from training.distortion import Distortion
-from training.domain import Sample, draw, samples, typed
+from training.domain import samples, typed
 from training.evaluate_codec import load_codec
+from training.listening import Crops, Listening, crops
 from training.log import TrainingLog
 from training.parts import SHARPER, build_talker, text_embedding
-from training.rows import NO_CODE, UNKNOWN, SpeechExample, chat, sources, speech_example
-from training.schedule import cosine, pooled_batch, set_rate
-from training.speech import BY_HEART, LONG
+from training.rows import NO_CODE, UNKNOWN
+from training.schedule import cosine, pooled_batch, set_rate, step_generator
+from training.spoken_examples import SpokenExamples
 from training.talker_batch import Batch
-from training.tiny_config import SPEAKERS, tiny_config
+from training.tiny_config import tiny_config
 from training.tokenizer import build_tokenizer
-from triptych.models.qwen3_omni.config import OmniConfig, parse_config
+from triptych.models.qwen3_omni.config import parse_config
 
 BATCH, PEAK_RATE, SEED = 16, 1.5e-3, 5
 PREDICTED_FRAMES = 512  # frames of a batch whose residual codes are learnt in a step
 OWN_FROM = 0.4  # of the schedule: from there on it reads its own frames back
-LONG_ANSWERS = 0.4  # those of many words: rare, and the first to be lost
-CLOSED_ANSWERS = 0.2  # those of closed lists, in either voice
-STRAY_PROMPTS = 0.3  # answers behind a prompt that did not ask for them
-MEDIA_PROMPTS = 0.35  # questions with media, or all media; `hidden_projection` is zero, and so are the rows of media
-MOST_MEDIA_ROWS = 100
 NAMING, NAMING_LAYER = 0.3, 1  # weight and place of the auxiliary losses: what is said next has to be known half way up
 DISTORTION = 1.0  # weight of what its own residual codes leave unsaid
+# Weight of how its own residual codes sound; in which share of the schedule; in one of so many steps, as it takes as
+# long as all the rest; and how many frames are drawn beside those that are heard.
+HEARING, HEARD_FROM, HEARD_EVERY, BESIDE_HEARD = 0.5, 0.8, 3, 130
+MEAN_DECAY = 0.996  # of the moving average of its weights, which is what is kept
 POINTING, POINTERS = 0.3, ((1, 5), (2, 2))  # weight; (layer, head) that must look at the word that is said next
-_MEDIA = (
-    ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
-    ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    ("<|vision_start|>", "<|video_pad|>", "<|vision_end|>"),
-)
-
-
-class SpokenExamples:
-    """Examples of a split: a conversation, one of the voices, and the frames of the answer."""
-
-    def __init__(self, bank: CodeBank, tokenizer: Tokenizer, config: OmniConfig) -> None:
-        self.bank, self.tokenizer, self.config = bank, tokenizer, config
-        self.by_heart = [sentence for sentence in BY_HEART if sentence in bank]
-        self.long = [sentence for sentence in bank.sentences if len(sentence.split()) >= LONG]
-
-    def draw(self, rng: np.random.Generator) -> SpeechExample:
-        source = random.Random(int(rng.integers(2**62)))
-        sample = draw(source, "train")
-        answer = sample.answer if sample.answer in self.bank else source.choice(self.bank.sentences)
-        if source.random() < LONG_ANSWERS:
-            answer = source.choice(self.long)
-        if self.by_heart and source.random() < CLOSED_ANSWERS:
-            answer = source.choice(self.by_heart)
-        if source.random() < STRAY_PROMPTS:
-            sample = draw(source, "train")
-        question = typed(source, sample.question)
-        if source.random() < MEDIA_PROMPTS:
-            question = with_media(source, question)
-        return self.example(sample, question, answer, source.choice(self.bank.voices(answer)))
-
-    def example(self, sample: Sample, question: str, answer: str, voice: str) -> SpeechExample:
-        """Frames of one answer in one of the teacher's voices, behind a sample's conversation."""
-        prompt = chat(self.tokenizer, sample.history, question)
-        frames = self.bank.frames(answer, voice)
-        [speaker] = [name for name, teacher in SPEAKERS.items() if teacher == voice]
-        tokens = self.tokenizer.encode(answer)
-        example = speech_example(prompt, tokens.ids, frames.tolist(), speaker, self.config)
-        words, phones = self.bank.said(answer, voice)
-        token_of = tokens_of_words(answer, tokens.offsets)
-        return replace(
-            example,
-            sources=sources(words, token_of, example.first),
-            words=[UNKNOWN if word is None else tokens.ids[token_of[word]] for word in words],
-            phones=[PHONES.index(phone) for phone in phones],
-        )
-
-
-def with_media(rng: random.Random, question: str) -> str:
-    """A question behind or before something seen, or said instead of written."""
-    start, row, end = rng.choice(_MEDIA)
-    media = f"{start}{row * rng.randint(1, MOST_MEDIA_ROWS)}{end}"
-    if start == "<|audio_start|>":
-        return media
-    return media + question if rng.random() < 0.7 else question + media
 
 
 class TalkerTrainee(nn.Module):
@@ -187,8 +133,15 @@ class TalkerTrainee(nn.Module):
         frames[:, 0] = self.talker.codec_head(hidden)[:, : self.codebook].argmax(-1)
         return torch.cat((frames[:, :1], _drawn(SHARPER * self.residual_logits(hidden, frames))), 1)
 
-    def forward(self, batch: Batch, distortion: Distortion, predicted: int | None = None) -> dict[str, Tensor]:
-        """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these."""
+    def forward(
+        self,
+        batch: Batch,
+        distortion: Distortion,
+        predicted: int | None = None,
+        heard: tuple[Listening, Crops] | None = None,
+    ) -> dict[str, Tensor]:
+        """Losses and accuracies of codebook 0 and of the residual codes, over at most `predicted` frames of these; with
+        `heard` also those of what is heard in some stretches."""
         hidden, inside, looks = self.states(batch)
         logits = self.talker.codec_head(hidden)
         speaking = torch.nonzero(batch.targets[:, 0] != self.end).flatten()
@@ -199,14 +152,18 @@ class TalkerTrainee(nn.Module):
         residual = self.residual_logits(hidden[speaking], frames)
         wanted = frames[:, 1:]
         right = residual.argmax(-1) == wanted
-        drawn, drawn_from = self.drawn_in_turn(hidden[speaking])
+        turned = speaking
+        if heard is not None:
+            turned = torch.cat((heard[1].places.flatten(), speaking[:BESIDE_HEARD]))
+        drawn, drawn_from = self.drawn_in_turn(hidden[turned])
         looks = looks[:, batch.sources != UNKNOWN]
-        return {
+        sound = {} if heard is None else heard[0](drawn, drawn_from, heard[1])
+        return sound | {
             "pointing": -looks.clamp(min=1e-6).log().mean(),
             "looks": looks.mean(),
             "first": F.cross_entropy(logits, batch.targets[:, 0]),
             "residual": F.cross_entropy(residual.flatten(0, 1), wanted.flatten()),
-            "distortion": distortion(drawn, drawn_from, frames),
+            "distortion": distortion(drawn, drawn_from, batch.targets[turned]),
             "word": F.cross_entropy(words, batch.words, ignore_index=UNKNOWN),
             "phone": F.cross_entropy(phones, batch.phones, ignore_index=UNKNOWN),
             "first_right": (logits.argmax(-1) == batch.targets[:, 0]).float().mean(),
@@ -222,26 +179,31 @@ def _drawn(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(
-    trainee: TalkerTrainee, examples: SpokenExamples, distortion: Distortion, pad: int, count: int = 128
+    trainee: TalkerTrainee,
+    examples: SpokenExamples,
+    distortion: Distortion,
+    listening: Listening,
+    pad: int,
+    count: int = 128,
 ) -> dict[str, float]:
     """Mean losses and accuracies over held-out answers, each in one of the voices that spoke it."""
     trainee.eval()
-    rng = random.Random(0)
+    rng, places = random.Random(0), np.random.default_rng(0)
     held_out = [sample for sample in samples(4 * count, "held_out") if sample.answer in examples.bank][:count]
-    totals: dict[str, float] = {}
-    size = 16
-    chosen = [
-        examples.example(
-            sample, typed(rng, sample.question), sample.answer, rng.choice(examples.bank.voices(sample.answer))
-        )
-        for sample in held_out
-    ]
-    batches = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-    for part in batches:
-        for name, value in trainee(Batch(part, trainee.end, pad), distortion).items():
-            totals[name] = totals.get(name, 0.0) + value.item() / len(batches)
+    found: dict[str, list[float]] = {}
+    for start in range(0, len(held_out), BATCH):
+        part = [
+            examples.example(
+                sample, typed(rng, sample.question), sample.answer, rng.choice(examples.bank.voices(sample.answer))
+            )
+            for sample in held_out[start : start + BATCH]
+        ]
+        stretches = crops(part, places)
+        heard = None if stretches is None else (listening, stretches)
+        for name, value in trainee(Batch(part, trainee.end, pad), distortion, heard=heard).items():
+            found.setdefault(name, []).append(value.item())
     trainee.train()
-    return {name: round(value, 4) for name, value in totals.items()}
+    return {name: round(fmean(values), 4) for name, values in found.items()}
 
 
 def measure(work: Path, bank: CodeBank) -> Distortion:
@@ -251,44 +213,64 @@ def measure(work: Path, bank: CodeBank) -> Distortion:
     return Distortion(codec.quantizer.codebooks, torch.from_numpy(np.concatenate(frames)).long())
 
 
-def train(work: Path, steps: int) -> None:
+def train(work: Path, steps: int, peak_rate: float = PEAK_RATE) -> None:
     """Train to step `steps`, from the last saved step on."""
     folder = work / "talker"
     tokenizer = build_tokenizer()
     raw = tiny_config(tokenizer)
     config = parse_config(raw)
-    examples = SpokenExamples(build_bank(work, "train"), tokenizer, config)
+    spoken = SpokenExamples(build_bank(work, "train"), tokenizer, config)
     held_out = SpokenExamples(build_bank(work, "held_out"), tokenizer, config)
     pad = config.tts_pad_token_id
-    distortion = measure(work, held_out.bank)
+    distortion, listening = measure(work, held_out.bank), Listening(work)
     torch.manual_seed(SEED)
     trainee = TalkerTrainee(raw).train()
+    mean = AveragedModel(trainee, multi_avg_fn=get_ema_multi_avg_fn(MEAN_DECAY))
     parameters = list(trainee.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.02)
-    step = resume(folder / "state.pt", trainee, optimizer)
+    optimizer = torch.optim.AdamW(parameters, lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.02)
+    step = resume(folder / "state.pt", trainee, optimizer, mean)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()
         seed_step(SEED, step)
-        set_rate(optimizer, cosine(step, steps, PEAK_RATE, warm_up=200))
-        batch = Batch(pooled_batch(step, SEED, BATCH, examples.draw, lambda row: len(row.text_ids)), trainee.end, pad)
+        set_rate(optimizer, cosine(step, steps, peak_rate, warm_up=200))
+        examples = pooled_batch(step, SEED, BATCH, spoken.draw, lambda row: len(row.text_ids))
+        batch = Batch(examples, trainee.end, pad)
         if step >= OWN_FROM * steps:
             batch.give_back(trainee.own_frames(batch))
         batch.spoil(trainee.codebook)
-        values = trainee(batch, distortion, PREDICTED_FRAMES)
+        stretches = None
+        if step >= HEARD_FROM * steps and step % HEARD_EVERY == 0:
+            stretches = crops(examples, step_generator(SEED, step))
+        heard = None if stretches is None else (listening, stretches)
+        values = trainee(batch, distortion, PREDICTED_FRAMES, heard)
         optimizer.zero_grad()
         aside = NAMING * (values["word"] + values["phone"]) + POINTING * values["pointing"]
-        (values["first"] + values["residual"] + DISTORTION * values["distortion"] + aside).backward()
+        loss = values["first"] + values["residual"] + DISTORTION * values["distortion"] + aside
+        if heard is not None:
+            loss = loss + HEARING * (values["spectral"] + values["clarity"])
+        loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
+        mean.update_parameters(trainee)
         step += 1
-        means = {name: value.item() for name, value in values.items()}
-        log.add(step, **means, gradient=norm.item(), seconds=time.monotonic() - started)
+        found = {name: value.item() for name, value in values.items()}
+        log.add(step, **found, gradient=norm.item(), seconds=time.monotonic() - started)
         if step % 200 == 0 or step == steps:
-            save_step(folder / "state.pt", step, trainee, optimizer)
+            save_step(folder / "state.pt", step, trainee, optimizer, mean)
         if step % 1000 == 0 or step == steps:
-            log.evaluated(step, **evaluate(trainee, held_out, distortion, pad))
+            log.evaluated(step, **evaluate(mean.module, held_out, distortion, listening, pad))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the learning rate at its peak")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    train(arguments.work, arguments.steps, arguments.rate)
 
 
 if __name__ == "__main__":
-    run_trainer(__doc__, train, steps=12_000)
+    main()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from training import speech
-from training.domain import SMALL_TALK, samples
+from training.domain import SMALL_TALK, SPOKEN_WORDS, Sample, samples
 from training.phrasing import UNKNOWN
 from training.teacher import VOICES
 
@@ -28,3 +28,12 @@ def test_answers_given_often_are_spoken_in_every_voice(tmp_path: Path, monkeypat
     drawn = [sample.answer for sample in samples(1000, "train")]
     answers = {answer for answer in drawn if drawn.count(answer) >= 3} - set(speech.BY_HEART)
     assert answers and sorted(asked) == sorted((answer, voice) for answer in answers for voice in VOICES)
+
+
+def test_lists_are_different_words_in_any_order_that_are_not_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech, "LISTS", 300)
+    found = speech.word_lists()
+    assert found == speech.word_lists() and len(set(found)) == 300
+    for words in found:
+        assert 3 <= len(words.split()) <= 12 and set(words.split()) <= set(SPOKEN_WORDS)
+        assert Sample(kind="repeat", key=words, question="", answer=words).split == "train"
