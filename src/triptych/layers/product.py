@@ -84,11 +84,11 @@ class HalfProduct:
         self.tile = tile or half_tile()
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide, rows = x.float().contiguous(), x.shape[0]
+        rows = x.shape[0]
         if rows % self.tile:
-            wide = F.pad(wide, (0, 0, 0, -rows % self.tile))
-        product: Tensor = self.linear(wide, self.packed, None)
-        return product[:rows].to(x.dtype)
+            return self(F.pad(x, (0, 0, 0, -rows % self.tile)))[:rows]
+        product: Tensor = self.linear(x.float().contiguous(), self.packed, None)
+        return product.to(x.dtype)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         return self(x).add_(residual)
