@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import DynamicCache
 from training.alignment import PHONES
 from training.checkpoints import resume, save_step, seed_step
 from training.code_bank import CodeBank, build_bank
+from training.command import run_trainer
 from training.distortion import Distortion
 from training.domain import samples, typed
 from training.evaluate_codec import load_codec
@@ -213,7 +213,7 @@ def measure(work: Path, bank: CodeBank) -> Distortion:
     return Distortion(codec.quantizer.codebooks, torch.from_numpy(np.concatenate(frames)).long())
 
 
-def train(work: Path, steps: int, peak_rate: float = PEAK_RATE) -> None:
+def train(work: Path, steps: int, rate: float = PEAK_RATE) -> None:
     """Train to step `steps`, from the last saved step on."""
     folder = work / "talker"
     tokenizer = build_tokenizer()
@@ -227,13 +227,13 @@ def train(work: Path, steps: int, peak_rate: float = PEAK_RATE) -> None:
     trainee = TalkerTrainee(raw).train()
     mean = AveragedModel(trainee, multi_avg_fn=get_ema_multi_avg_fn(MEAN_DECAY))
     parameters = list(trainee.parameters())
-    optimizer = torch.optim.AdamW(parameters, lr=peak_rate, betas=(0.9, 0.98), weight_decay=0.02)
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), weight_decay=0.02)
     step = resume(folder / "state.pt", trainee, optimizer, mean)
     log = TrainingLog(folder / "log.jsonl", every=20)
     while step < steps:
         started = time.monotonic()
         seed_step(SEED, step)
-        set_rate(optimizer, cosine(step, steps, peak_rate, warm_up=200))
+        set_rate(optimizer, cosine(step, steps, rate, warm_up=200))
         examples = pooled_batch(step, SEED, BATCH, spoken.draw, lambda row: len(row.text_ids))
         batch = Batch(examples, trainee.end, pad)
         if step >= OWN_FROM * steps:
@@ -262,15 +262,5 @@ def train(work: Path, steps: int, peak_rate: float = PEAK_RATE) -> None:
             log.evaluated(step, **evaluate(mean.module, held_out, distortion, listening, pad))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12_000)
-    parser.add_argument("--rate", type=float, default=PEAK_RATE, help="the learning rate at its peak")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    train(arguments.work, arguments.steps, arguments.rate)
-
-
 if __name__ == "__main__":
-    main()
+    run_trainer(__doc__, train, steps=12_000, rate=PEAK_RATE)
