@@ -25,6 +25,7 @@ from training.domain import ONES, samples, typed
 from training.media import MediaSample, picture_sample, spoken_sample
 from training.pictures import Picture
 from training.pitch import voice_of
+from training.reading import read
 from training.recogniser import transcribe
 from training.scoring import errors, fold, word_error_rate
 from training.teacher import FRAME, Waveform, speak, write_waveform
@@ -203,7 +204,7 @@ def score_speech(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[s
 def score_teacher(questions: Sequence[Asked], replies: Sequence[Reply]) -> dict[str, Any]:
     """Word errors of the teacher, saying the same texts in the same voices."""
     spoken_texts = [
-        (reply.text, speak(reply.text, SPEAKERS[asked.voice]).samples)
+        (reply.text, read(reply.text, SPEAKERS[asked.voice]).samples)
         for asked, reply in zip(questions, replies, strict=True)
         if asked.voice is not None
     ]

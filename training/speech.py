@@ -1,4 +1,4 @@
-"""The speech that codec and Talker learn from: answers of the domain in the teacher's voices, at the codec's pace."""
+"""The speech that codec and Talker learn from: answers of the domain as the teacher reads them, at the codec's pace."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from training.domain import SMALL_TALK, SPOKEN_WORDS, Sample, Split, draw_long, samples, sentences
-from training.pace import speak_in_frames
 from training.phrasing import UNKNOWN
+from training.reading import read_in_frames
 from training.speech_store import SpeechStore, build_store
 from training.teacher import VOICES
 
@@ -28,31 +28,31 @@ def speech_store(work: Path, split: Split = "train") -> SpeechStore:
     """The corpus of a split under `work`, made on first use. Each sentence is spoken once, the voices taking turns."""
     count = TRAIN_SENTENCES if split == "train" else HELD_OUT_SENTENCES
     chosen = sentences(count, split) + (long_sentences() if split == "train" else [])
-    return build_store(work / f"speech_{split}", _in_turn(chosen), speak_in_frames)
+    return build_store(work / f"speech_{split}", _in_turn(chosen), read_in_frames)
 
 
 def by_heart_store(work: Path) -> SpeechStore:
     """Answers of closed lists in each voice, made on first use: their words are hardly in any other sentence."""
-    return build_store(work / "speech_by_heart", _in_each(BY_HEART), speak_in_frames)
+    return build_store(work / "speech_by_heart", _in_each(BY_HEART), read_in_frames)
 
 
 def common_store(work: Path) -> SpeechStore:
     """Answers that the domain gives often in each voice, made on first use: of these the other has few like them."""
     counts = Counter(sample.answer for sample in samples(DRAWS, "train"))
     common = [answer for answer, count in counts.items() if count >= COMMON and answer not in BY_HEART]
-    return build_store(work / "speech_common", _in_each(common), speak_in_frames)
+    return build_store(work / "speech_common", _in_each(common), read_in_frames)
 
 
 def unseen_store(work: Path) -> SpeechStore:
     """Sentences for the decoder to learn the Talker's mistakes from, made on first use. In what it was taught it makes
     a third of them."""
     chosen = sentences(TRAIN_SENTENCES + UNSEEN_SENTENCES, "train")[TRAIN_SENTENCES:]
-    return build_store(work / "speech_unseen", _in_turn(chosen), speak_in_frames)
+    return build_store(work / "speech_unseen", _in_turn(chosen), read_in_frames)
 
 
 def lists_store(work: Path) -> SpeechStore:
     """Words in any order, made on first use."""
-    return build_store(work / "speech_lists", _in_turn(word_lists()), speak_in_frames)
+    return build_store(work / "speech_lists", _in_turn(word_lists()), read_in_frames)
 
 
 def _in_turn(chosen: Sequence[str]) -> list[tuple[str, str]]:
