@@ -172,13 +172,13 @@ def test_sweep_stale_removes_what_dead_servers_left_and_nothing_else() -> None:
     [
         "",
         "../../etc/passwd",
-        f"triptych-{TOKEN}-talker-1",
-        f"triptych-{TOKEN}-other-1.2.3",
-        f"triptych-{TOKEN}-talker-1.2.3/x",
+        "triptych-{TOKEN}-talker-1",
+        "triptych-{TOKEN}-other-1.2.3",
+        "triptych-{TOKEN}-talker-1.2.3/x",
     ],
 )
 def test_no_other_file_passes_for_a_segment(name: str) -> None:
-    assert not segments.is_segment(name, TOKEN, "talker")
+    assert not segments.is_segment(name.format(TOKEN=TOKEN), TOKEN, "talker")
 
 
 def test_the_token_is_the_run_directory_without_the_program() -> None:
@@ -197,10 +197,10 @@ def test_a_held_segment_is_read_by_many_and_stays_until_its_holder_unlinks_it() 
         segments.map_readonly(name, "media")
 
 
-@pytest.mark.parametrize("name", ["", "../../etc/passwd", "/etc/passwd", f"triptych-{TOKEN}-talker-1.2.3", "a/b"])
+@pytest.mark.parametrize("name", ["", "../../etc/passwd", "/etc/passwd", "triptych-{TOKEN}-talker-1.2.3", "a/b"])
 def test_what_is_no_segment_of_the_process_is_never_mapped(name: str) -> None:
     with pytest.raises(ValueError, match="not the name of a shared memory segment of 'media'"):
-        segments.map_readonly(name, "media")
+        segments.map_readonly(name.format(TOKEN=TOKEN), "media")
 
 
 def test_a_segment_can_be_written_under_a_name_reserved_by_another() -> None:
